@@ -1,0 +1,65 @@
+"""Speculative decoding with Diffusion Draft Trees for models with Multi-head Latent Attention.
+
+The public names load on first use, so that importing the package neither imports Numba nor touches
+a device.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numba_ddtree.bundle import Bundle, read_bundle, write_bundle
+    from numba_ddtree.errors import ArgumentError, BackendError, BundleError, DDTreeError
+    from numba_ddtree.status import TreeStatus
+    from numba_ddtree.tree import AcceptResult, DraftTree
+    from numba_ddtree.tree_accept import accept_tree
+    from numba_ddtree.tree_attention import verify_attention
+    from numba_ddtree.tree_build import build_tree
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AcceptResult": "tree",
+    "ArgumentError": "errors",
+    "BackendError": "errors",
+    "Bundle": "bundle",
+    "BundleError": "errors",
+    "DDTreeError": "errors",
+    "DraftTree": "tree",
+    "TreeStatus": "status",
+    "accept_tree": "tree_accept",
+    "build_tree": "tree_build",
+    "read_bundle": "bundle",
+    "verify_attention": "tree_attention",
+    "write_bundle": "bundle",
+}
+
+__all__ = [
+    "AcceptResult",
+    "ArgumentError",
+    "BackendError",
+    "Bundle",
+    "BundleError",
+    "DDTreeError",
+    "DraftTree",
+    "TreeStatus",
+    "accept_tree",
+    "build_tree",
+    "read_bundle",
+    "verify_attention",
+    "write_bundle",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

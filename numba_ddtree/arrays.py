@@ -1,0 +1,260 @@
+"""Arrays of any library in, checked views out.
+
+A call's arrays live together, on the host or on one device. Host arrays (numpy's, or whatever
+`numpy.asarray` takes) become numpy arrays; device arrays (torch, cupy, jax, numba, anything with
+DLPack or ``__cuda_array_interface__``) become Numba device arrays over the same memory, without a
+copy and without synchronising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from numba_ddtree.errors import ArgumentError
+
+StreamLike: TypeAlias = Any
+"""A stream of cuda.core, torch, cupy or numba, anything with ``__cuda_stream__``, a raw handle, or None."""
+
+TOKEN_DTYPES = (np.int32, np.int64)
+_DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the arrays of a call live.
+
+    Attributes
+    ----------
+    library : str
+        ``"numpy"``, or the device library whose kind of array the results are to be: ``"torch"``,
+        ``"cupy"``, ``"jax"``; ``"numba"`` for any other.
+    device_id : int or None
+        None for host arrays.
+    """
+
+    library: str
+    device_id: int | None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the arrays are the host's."""
+        return self.device_id is None
+
+    def __str__(self) -> str:
+        return "host arrays" if self.on_host else f"arrays on CUDA device {self.device_id}"
+
+
+HOST = Placement("numpy", None)
+
+
+def placement_of(name: str, array: Any) -> Placement:
+    """Say where one array lives."""
+    library = type(array).__module__.partition(".")[0]
+    library = {"jaxlib": "jax"}.get(library, library)
+    dlpack_device = getattr(array, "__dlpack_device__", None)
+    if dlpack_device is not None:
+        kind, index = dlpack_device()
+        if int(kind) not in _DLPACK_CUDA:
+            return HOST
+        return Placement(library if library in ("torch", "cupy", "jax") else "numba", int(index))
+    if hasattr(array, "__cuda_ndarray__") or hasattr(array, "__cuda_array_interface__"):
+        return Placement("numba", _device_view(name, array)[1])
+    return HOST
+
+
+def gather(**arguments: Any) -> tuple[Placement, dict[str, Any]]:
+    """Turn a call's arrays into views and say where they live.
+
+    Parameters
+    ----------
+    **arguments
+        The arrays by the names that the caller knows them by; None passes through.
+
+    Returns
+    -------
+    placement : Placement
+    views : dict
+        numpy arrays, or Numba device arrays.
+
+    Raises
+    ------
+    ArgumentError
+        Where an argument is no array, or lives elsewhere than the first one.
+    """
+    given = {name: array for name, array in arguments.items() if array is not None}
+    placements = {name: placement_of(name, array) for name, array in given.items()}
+    first_name, first = next(iter(placements.items()))
+    for name, placement in placements.items():
+        if placement.device_id != first.device_id:
+            raise ArgumentError(name, _described(placement), f"{_described(first)}, where {first_name} is")
+    view = _host_view if first.on_host else lambda name, array: _device_view(name, array)[0]
+    return first, {name: None if array is None else view(name, array) for name, array in arguments.items()}
+
+
+def _described(placement: Placement) -> str:
+    return "an array on the host" if placement.on_host else f"an array on CUDA device {placement.device_id}"
+
+
+def _host_view(name: str, array: Any) -> NDArray[Any]:
+    try:
+        view = np.asarray(array)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(name, f"{type(array).__name__} ({error})", "an array") from error
+    if view.dtype.kind not in "biuf":
+        raise ArgumentError(name, f"dtype {view.dtype}", "an array of numbers")
+    return view
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceMemory:
+    """Memory of another library in the form that Numba wraps; keeps its owner alive."""
+
+    owner: Any
+    __cuda_array_interface__: dict[str, Any]
+
+
+def _device_view(name: str, array: Any) -> tuple[Any, int]:
+    from numba_ddtree.cuda_target import SIMULATED, cuda
+
+    if SIMULATED:
+        return array, 0
+    from cuda.core.utils import StridedMemoryView
+
+    try:
+        # -1: the caller orders the streams, so nothing is synchronised here.
+        memory = StridedMemoryView.from_any_interface(array, stream_ptr=-1)
+        dtype = np.dtype(memory.dtype)
+    except (BufferError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise ArgumentError(name, f"{type(array).__name__} ({error})", "an array of a dtype of numpy") from error
+    strides = memory.strides
+    interface = {
+        "shape": tuple(memory.shape),
+        "strides": None if strides is None else tuple(step * dtype.itemsize for step in strides),
+        "typestr": dtype.str,
+        "data": (memory.ptr, False),
+        "version": 3,
+    }
+    with cuda.gpus[memory.device_id]:
+        return cuda.as_cuda_array(_DeviceMemory(array, interface), sync=False), memory.device_id
+
+
+def to_host(name: str, array: Any) -> NDArray[Any]:
+    """Copy an array to numpy; synchronises when it is on a device."""
+    placement, views = gather(**{name: array})
+    view = views[name]
+    return np.array(view) if placement.on_host else view.copy_to_host()  # type: ignore[no-any-return]
+
+
+def copy_to_outputs(arrays: dict[str, NDArray[Any]], outputs: dict[str, Any]) -> None:
+    """Copy a reference's results into the caller's own host arrays, once all are found to fit."""
+    for name, array in arrays.items():
+        if not isinstance(outputs[name], np.ndarray):
+            raise ArgumentError(f"out, {name}", type(outputs[name]).__name__, "a numpy array")
+        check_output(name, outputs[name], array.shape, array.dtype.type)
+    for name, array in arrays.items():
+        np.copyto(outputs[name], array)
+
+
+def check_output(name: str, view: Any, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+    """Check one of the caller's own result arrays, as `check_array` does."""
+    check_array(f"out, {name}", view, (dtype,), **{f"d{axis}": size for axis, size in enumerate(shape)})
+
+
+def check_array(name: str, array: Any, dtypes: tuple[type[np.generic], ...], **dims: int | None) -> None:
+    """Check a view's dtype and shape, and that a device array is C-contiguous.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name.
+    array
+        A view from `gather`.
+    dtypes
+        The dtypes allowed.
+    **dims
+        Each dimension's name and size, None for any size above zero (a batch, B, may be empty); a
+        trailing underscore is for a name that occurs twice.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    shape_fits = len(array.shape) == len(dims) and all(
+        size == wanted if wanted is not None else size > 0 or label == "B"
+        for size, (label, wanted) in zip(array.shape, dims.items(), strict=True)
+    )
+    contiguous = isinstance(array, np.ndarray) or _is_c_contiguous(array)
+    if shape_fits and contiguous and any(array.dtype == dtype for dtype in dtypes):
+        return
+    kind = " or ".join(np.dtype(dtype).name for dtype in dtypes)
+    wanted_shape = ", ".join(_dimension_text(label, size) for label, size in dims.items())
+    layout = "" if contiguous else " with strides " + str(tuple(array.strides))
+    raise ArgumentError(
+        name,
+        f"{array.dtype} of shape {tuple(array.shape)}{layout}",
+        f"{kind} of shape [{wanted_shape}]" + ("" if contiguous else ", C-contiguous"),
+    )
+
+
+def _dimension_text(label: str, size: int | None) -> str:
+    label = label.rstrip("_")
+    return label if size is None else f"{label} = {size}"
+
+
+def _is_c_contiguous(array: Any) -> bool:
+    step = array.dtype.itemsize
+    for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def check_indices(name: str, array: Any, **dims: int | None) -> Any:
+    """Check an array of int32 (on the host: of any integers that fit int32) and return it as int32."""
+    if isinstance(array, np.ndarray) and array.dtype.kind in "iu":
+        limits = np.iinfo(np.int32)
+        for index in first_where((array < limits.min) | (array > limits.max)):
+            raise ArgumentError(at(name, index), array[index], "a number that fits int32")
+        array = array.astype(np.int32, copy=False)
+    check_array(name, array, (np.int32,), **dims)
+    return array
+
+
+def first_where(condition: NDArray[np.bool_]) -> Iterator[tuple[int, ...]]:
+    """Yield the index of the first element that is true, or nothing."""
+    if condition.any():
+        yield tuple(int(i) for i in np.unravel_index(int(np.argmax(condition)), condition.shape))
+
+
+def at(name: str, index: tuple[int, ...]) -> str:
+    """Name one element of an argument."""
+    return f"{name}[{', '.join(map(str, index))}]"
+
+
+def check_count(name: str, value: Any, low: int, high: int) -> int:
+    """Check a whole number and its range, ends included."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise ArgumentError(name, repr(value), f"a whole number from {low} to {high}")
+    if not low <= value <= high:
+        raise ArgumentError(name, int(value), f"a number from {low} to {high}")
+    return int(value)
+
+
+def check_scalar(name: str, value: Any) -> float:
+    """Check a finite real number."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ArgumentError(name, repr(value), "a real number")
+    if not np.isfinite(value):
+        raise ArgumentError(name, value, "a finite number")
+    return float(value)
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """Name of a dtype, as numpy, torch and cupy spell it."""
+    return np.dtype(dtype).name

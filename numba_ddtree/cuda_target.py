@@ -1,0 +1,36 @@
+"""The one import of Numba's CUDA target, which the whole package imports from.
+
+Under ``NUMBA_ENABLE_CUDASIM=1`` Numba replaces the target by a simulator that runs each CUDA thread
+as a Python thread. There, `cuda` finds a kernel's own names (``threadIdx``, ``shared`` and so on)
+while one runs: Numba's way of swapping them into a module's globals is not safe for functions
+called from another module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import cuda as _target
+from numba import float32, float64, int32, int64, uint32
+from numba.cuda.core import config
+
+__all__ = ["SIMULATED", "cuda", "device_function", "float32", "float64", "int32", "int64", "uint32"]
+
+SIMULATED: bool = bool(config.ENABLE_CUDASIM)
+
+
+class _SimulatedTarget:
+    def __getattr__(self, name: str) -> Any:
+        from numba.cuda.simulator.kernel import _get_kernel_context
+
+        context = _get_kernel_context()
+        return getattr(context if hasattr(context, name) else _target, name)
+
+
+cuda: Any = _SimulatedTarget() if SIMULATED else _target
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """Make a function callable from kernels; it is inlined, so that it compiles without a device."""
+    return function if SIMULATED else _target.jit(device=True, inline="always")(function)

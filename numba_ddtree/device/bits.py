@@ -1,0 +1,117 @@
+"""Order-preserving integers for scores, and bit strings for paths of ranks.
+
+Both turn an order that has no machine type into one that has: scores (float64) are compared as
+signed integers, tuples of ranks as strings of 96 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_function
+
+MAGNITUDE = np.int64(0x7FFF_FFFF_FFFF_FFFF)
+WORD_MASK = np.int64(0xFFFF_FFFF)
+PATH_WORDS = 3
+
+if SIMULATED:
+
+    @device_function
+    def _bits_of(value: Any) -> Any:
+        return np.float64(value).view(np.int64)
+
+    @device_function
+    def _value_of(bits: Any) -> Any:
+        return np.int64(bits).view(np.float64)
+
+else:
+    from numba.cuda import libdevice
+
+    @device_function
+    def _bits_of(value: Any) -> Any:
+        return libdevice.double_as_longlong(value)
+
+    @device_function
+    def _value_of(bits: Any) -> Any:
+        return libdevice.longlong_as_double(bits)
+
+
+@device_function
+def order_key(score: Any) -> Any:
+    """Map a float64 that is not NaN to an int64 of the same order.
+
+    IEEE 754 numbers are ordered as sign and magnitude; flipping the magnitude of the negative ones
+    gives two's complement order. The map is its own inverse on the bits.
+    """
+    bits = _bits_of(score)
+    return bits ^ ((bits >> np.int64(63)) & MAGNITUDE)
+
+
+@device_function
+def score_of(key: Any) -> Any:
+    """Inverse of `order_key`."""
+    return _value_of(key ^ ((key >> np.int64(63)) & MAGNITUDE))
+
+
+@device_function
+def rank_code_length(rank: Any) -> Any:
+    """Length in bits of a rank's code: see `rank_code_word`."""
+    return 2 * (31 - cuda.clz(np.int32(rank + 1))) + 1
+
+
+@device_function
+def rank_code_word(rank: Any, start: Any, word: Any) -> Any:
+    """Word `word` of a bit string that is empty but for a rank's code at bit `start`, as int64.
+
+    The code of a rank r, with e = floor(log2(r + 1)), is e ones, a zero, and the e low bits of
+    r + 1 (Elias' gamma code with its unary part inverted): codes are ordered as the ranks are, and
+    none is the beginning of another. So the concatenated codes of a tuple of ranks, padded with
+    zeros, are ordered as the tuples are, except that a tuple and its extensions by rank 0 are
+    equal; the shorter one is first among them.
+
+    A best-first tree holds, with a tuple of ranks, every tuple of the same length that is nowhere
+    larger. The product of (r + 1) along a path of a tree of 1024 nodes is thus at most 1024, and
+    at most 2048 for a child on offer: its code has at most 2 * 11 + 64 bits.
+    """
+    exponent = 31 - cuda.clz(np.int32(rank + 1))
+    code = (((1 << exponent) - 1) << (exponent + 1)) | (rank + 1 - (1 << exponent))
+    shift = 32 * (word + 1) - start - (2 * exponent + 1)
+    if shift >= 32 or shift <= -32:
+        return np.int64(0)
+    if shift >= 0:
+        return (np.int64(code) << np.int64(shift)) & WORD_MASK
+    return np.int64(code) >> np.int64(-shift)
+
+
+@device_function
+def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count: Any) -> None:
+    """Write a request's ancestor bits from its parents in shared memory; the whole block takes part.
+
+    Parameters
+    ----------
+    ancestor_bits : uint32 [B, N, words]
+    request : int
+    s_parents : int32 [N]
+        An earlier slot for each node below `count`, -1 for the root.
+    count : int
+        Nodes in use; the rows after that become zero.
+    """
+    slots, words = ancestor_bits.shape[1], ancestor_bits.shape[2]
+    for place in range(cuda.threadIdx.x, slots * words, cuda.blockDim.x):
+        ancestor_bits[request, place // words, place % words] = np.uint32(0)
+    cuda.syncthreads()
+    for node in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+        # Indices fall on the way to the root, so that each word is complete when the walk leaves it.
+        word = node >> 5
+        bits = np.int64(1) << np.int64(node & 31)
+        ancestor = s_parents[node]
+        while ancestor >= 0:
+            if ancestor >> 5 != word:
+                ancestor_bits[request, node, word] = np.uint32(bits)
+                word = ancestor >> 5
+                bits = np.int64(0)
+            bits |= np.int64(1) << np.int64(ancestor & 31)
+            ancestor = s_parents[ancestor]
+        ancestor_bits[request, node, word] = np.uint32(bits)

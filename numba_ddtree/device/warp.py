@@ -1,0 +1,74 @@
+"""Operations of a whole warp: maximum, ballot, broadcast.
+
+Every lane of the warp must take part. In the simulator, which has no warps, a block must be a
+single warp, and its barrier stands in for the warp's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_function
+
+FULL_WARP = np.uint32(0xFFFFFFFF)
+LANES = 32
+
+if SIMULATED:
+    _exchange = np.zeros(LANES, np.int64)
+
+    def _share(value: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+        _exchange[cuda.threadIdx.x] = value
+        cuda.syncthreads()
+        values = _exchange.copy()
+        cuda.syncthreads()
+        return values
+
+    def warp_max(value: Any) -> Any:
+        return np.uint32(_share(value).max())
+
+    def warp_ballot(predicate: Any) -> Any:
+        return np.uint32(sum(1 << lane for lane, vote in enumerate(_share(bool(predicate))) if vote))
+
+    def warp_broadcast(value: Any, lane: Any) -> Any:
+        return np.int32(_share(value)[lane])
+
+    def warp_sync() -> None:
+        cuda.syncthreads()
+
+else:
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    @intrinsic
+    def warp_max(typing_context: Any, value: Any) -> Any:
+        """Largest of the lanes' values, uint32: ``redux.sync.max.u32`` (compute capability 8.0)."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            word = ir.IntType(32)
+            reduction = ir.InlineAsm(
+                ir.FunctionType(word, [word]),
+                "redux.sync.max.u32 $0, $1, 0xffffffff;",
+                "=r,r",
+                side_effect=True,
+            )
+            return builder.call(reduction, args)
+
+        return types.uint32(types.uint32), generate
+
+    @device_function
+    def warp_ballot(predicate: Any) -> Any:
+        """Bit i of the result (uint32) is lane i's predicate."""
+        return np.uint32(cuda.ballot_sync(FULL_WARP, predicate))
+
+    @device_function
+    def warp_broadcast(value: Any, lane: Any) -> Any:
+        """Lane `lane`'s value, int32."""
+        return cuda.shfl_sync(FULL_WARP, value, lane)
+
+    @device_function
+    def warp_sync() -> None:
+        """Order the lanes' accesses to memory."""
+        cuda.syncwarp()

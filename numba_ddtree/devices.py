@@ -1,0 +1,112 @@
+"""Devices and streams: what there is, and whose stream a call goes to."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+from numba_ddtree.arrays import Placement, StreamLike
+from numba_ddtree.errors import ArgumentError, BackendError
+
+NO_DEVICE_ADVICE = (
+    'pass backend="numpy" for the references, or set NUMBA_ENABLE_CUDASIM=1 for the kernels in '
+    "Numba's simulator (slow)"
+)
+
+
+def find_device_fault() -> str | None:
+    """Say why no CUDA device can be used, or None where one can; creates no context."""
+    try:
+        from cuda.core import system
+
+        if system.get_num_devices() == 0:
+            return "the driver lists no CUDA device"
+    except Exception as error:  # the driver's absence has no class of its own in cuda.core
+        return " ".join(str(error).split()) or type(error).__name__
+    return None
+
+
+@lru_cache(maxsize=1)
+def require_device() -> None:
+    """Raise `BackendError`, with the reason and the ways out, where no kernel can run."""
+    from numba_ddtree.cuda_target import SIMULATED
+
+    fault = None if SIMULATED else find_device_fault()
+    if fault is not None:
+        raise BackendError(f"no CUDA device: {fault}; {NO_DEVICE_ADVICE}")
+
+
+def device_context(device_id: int | None) -> AbstractContextManager[Any]:
+    """Make a device current for a ``with`` block; None keeps the current one."""
+    from numba_ddtree.cuda_target import SIMULATED, cuda
+
+    if SIMULATED or device_id is None:
+        return nullcontext()
+    context: AbstractContextManager[Any] = cuda.gpus[device_id]
+    return context
+
+
+def shared_memory_limit() -> int:
+    """Bytes of shared memory that a block may have on the current device, with the opt-in."""
+    from numba_ddtree.cuda_target import SIMULATED, cuda
+
+    if SIMULATED:
+        return 227 * 1024  # of compute capability 9.0
+    return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+
+def stream_handle(stream: StreamLike, placement: Placement) -> int:
+    """Return the raw handle of the stream that a call goes to.
+
+    Parameters
+    ----------
+    stream
+        See `StreamLike`. None is the current stream of the arrays' library (torch, cupy), or the
+        default stream.
+    placement : Placement
+        Of the call's arrays.
+    """
+    if stream is None:
+        return _current_stream(placement)
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for attribute in ("cuda_stream", "ptr"):  # torch's and cupy's own names
+        if isinstance(handle := getattr(stream, attribute, None), int):
+            return handle
+    raise ArgumentError("stream", repr(stream), "a CUDA stream, its handle, or None")
+
+
+def _current_stream(placement: Placement) -> int:
+    if placement.library == "torch":
+        import torch
+
+        return int(torch.cuda.current_stream(placement.device_id).cuda_stream)
+    if placement.library == "cupy":
+        import cupy
+
+        return int(cupy.cuda.get_current_stream().ptr)
+    return 0
+
+
+@lru_cache(maxsize=256)
+def numba_stream(handle: int, device_id: int | None) -> Any:
+    """Wrap a raw handle once for each device that it is used on."""
+    from numba_ddtree.cuda_target import SIMULATED, cuda
+
+    if SIMULATED:
+        return 0
+    with device_context(device_id):
+        return cuda.external_stream(handle) if handle else cuda.default_stream()
+
+
+def use_reference(backend: str | None, placement: Placement) -> bool:
+    """Whether a call runs the numpy reference: None and ``"cuda"`` say no, ``"numpy"`` says yes."""
+    if backend not in (None, "cuda", "numpy"):
+        raise ArgumentError("backend", repr(backend), "None, 'cuda' or 'numpy'")
+    if backend == "numpy" and not placement.on_host:
+        raise ArgumentError("backend", f"'numpy' with {placement}", "host arrays with the numpy backend")
+    return backend == "numpy"

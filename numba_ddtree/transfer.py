@@ -1,0 +1,128 @@
+"""Inputs to the device and results back, so that an operation is written once for both.
+
+Host arrays are copied to the device, and results back, which synchronises. Device arrays are used
+where they are, results are new arrays of the same library, and nothing synchronises; for jax alone
+the call waits for its own work, since XLA's streams cannot be named.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import lru_cache
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from numba_ddtree.arrays import Placement, StreamLike, check_output, dtype_name, gather
+from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.devices import device_context, numba_stream, require_device, stream_handle
+from numba_ddtree.errors import ArgumentError
+
+
+@lru_cache(maxsize=64)
+def _empty(device_id: int | None) -> Any:
+    return cuda.device_array(0, np.int32)
+
+
+class Transfer:
+    """One call's traffic between the caller's arrays and a kernel.
+
+    Parameters
+    ----------
+    placement : Placement
+        Of the call's arrays.
+    stream
+        The caller's stream; see `numba_ddtree.devices.stream_handle`.
+
+    Attributes
+    ----------
+    stream
+        The stream in Numba's form.
+    """
+
+    def __init__(self, placement: Placement, stream: StreamLike) -> None:
+        require_device()
+        self._placement = placement
+        self._handle = stream_handle(stream, placement)
+        self._contexts = ExitStack()
+        self._results: dict[str, tuple[Any, Any]] = {}  # name: the caller's array, the kernel's
+        self.stream: Any = None
+
+    def __enter__(self) -> Transfer:
+        self._contexts.enter_context(device_context(self._placement.device_id))
+        self.stream = numba_stream(self._handle, self._placement.device_id)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._contexts.close()
+
+    def input(self, view: Any) -> Any:
+        """Return an input as the kernel's argument, copied to the device if it is on the host.
+
+        None becomes an empty array of int32, by which kernels know an argument that was not given.
+        """
+        if view is None:
+            return _empty(self._placement.device_id)
+        if isinstance(view, np.ndarray):
+            return cuda.to_device(np.ascontiguousarray(view), stream=self.stream)
+        return view
+
+    def output(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any = None) -> Any:
+        """Return a result as the kernel's argument: the caller's own array, or a new one."""
+        if out is not None:
+            view = self._checked_out(name, shape, dtype, out)
+        else:
+            out, view = self._allocate(name, shape, dtype)
+        self._results[name] = out, view
+        return view
+
+    def results(self) -> dict[str, Any]:
+        """Return the results in the caller's kind of array, after the kernels were launched."""
+        if self._placement.on_host:
+            for name, (out, view) in self._results.items():
+                host = view.copy_to_host(stream=self.stream)
+                self._results[name] = (host if out is None else out), host
+            if not SIMULATED:
+                self.stream.synchronize()
+            for out, host in self._results.values():
+                if out is not host:
+                    np.copyto(out, host)
+        return {name: self._exported(out) for name, (out, _) in self._results.items()}
+
+    def _checked_out(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any) -> Any:
+        placement, views = gather(**{name: out})
+        if placement.device_id != self._placement.device_id:
+            raise ArgumentError(f"out, {name}", placement, str(self._placement))
+        check_output(name, views[name], shape, dtype)
+        if self._placement.on_host:
+            return cuda.device_array(shape, dtype, stream=self.stream)
+        return views[name]
+
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> tuple[Any, Any]:
+        library, device = self._placement.library, self._placement.device_id
+        if library == "torch":
+            import torch
+
+            stream = torch.cuda.ExternalStream(self._handle, device=device)
+            with torch.cuda.stream(stream):
+                array = torch.empty(shape, dtype=getattr(torch, dtype_name(dtype)), device=f"cuda:{device}")
+        elif library == "cupy":
+            import cupy
+
+            with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._handle, device):
+                array = cupy.empty(shape, dtype)
+        else:
+            view = cuda.device_array(shape, dtype, stream=self.stream)
+            return (None if self._placement.on_host else view), view
+        return array, gather(**{name: array})[1][name]
+
+    def _exported(self, array: Any) -> Any:
+        if self._placement.library != "jax":
+            return array
+        import jax.numpy
+
+        self.stream.synchronize()
+        return jax.numpy.asarray(array)

@@ -1,0 +1,250 @@
+"""The plain verify attention: every score of a query in shared memory, in float32.
+
+One block computes one (request, node, head) in three phases:
+
+1. scores: threads strided over the keys, each taking whole dot products with the query, which lies
+   in shared memory. Only visible keys have a place: the prefix, then the node's own path.
+2. softmax: maximum and sum over the block, then probabilities in place.
+3. output: threads strided over the latent dimensions, each summing over all keys. No atomics, and the
+   order of the sums depends on nothing but the shapes, so that results are deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from numba_ddtree.arrays import Placement, StreamLike
+from numba_ddtree.cuda_target import cuda, device_function, float32, int32, int64
+from numba_ddtree.devices import shared_memory_limit
+from numba_ddtree.errors import ArgumentError
+from numba_ddtree.launch import Kernel
+from numba_ddtree.transfer import Transfer
+
+THREADS = 256
+MAX_BLOCKS = 2**31 - 1
+PATH_LENGTH, IS_INVALID = range(2)
+CONTROL_WORDS = 2
+
+
+@device_function
+def dot(s_query, start, rows, request, row, width):  # type: ignore[no-untyped-def]
+    """Dot product of a part of the query with one row of a cache, in four partial sums."""
+    sum0 = float32(0)
+    sum1 = float32(0)
+    sum2 = float32(0)
+    sum3 = float32(0)
+    body = width // 4 * 4
+    for dim in range(0, body, 4):
+        sum0 += s_query[start + dim] * rows[request, row, dim]
+        sum1 += s_query[start + dim + 1] * rows[request, row, dim + 1]
+        sum2 += s_query[start + dim + 2] * rows[request, row, dim + 2]
+        sum3 += s_query[start + dim + 3] * rows[request, row, dim + 3]
+    for dim in range(body, width):
+        sum0 += s_query[start + dim] * rows[request, row, dim]
+    return (sum0 + sum1) + (sum2 + sum3)
+
+
+@device_function
+def block_reduce(value, s_partial, takes_maximum):  # type: ignore[no-untyped-def]
+    """Maximum or sum over the block of one float32 a thread, known to every thread."""
+    thread = cuda.threadIdx.x
+    cuda.syncthreads()  # nobody still reads the last result
+    s_partial[thread] = value
+    cuda.syncthreads()
+    half = cuda.blockDim.x // 2
+    while half > 0:
+        if thread < half:
+            other = s_partial[thread + half]
+            mine = s_partial[thread]
+            s_partial[thread] = max(mine, other) if takes_maximum else mine + other
+        cuda.syncthreads()
+        half //= 2
+    return s_partial[0]
+
+
+@device_function
+def list_path(ancestor_bits, request, node, count, s_path, capacity, s_control):  # type: ignore[no-untyped-def]
+    """Write the slots that a node sees to shared memory, in order of depth, and their number.
+
+    A thread takes a word of bits; the bits of the words before it tell where its slots go.
+    """
+    words = ancestor_bits.shape[2]
+    for word in range(cuda.threadIdx.x, words, cuda.blockDim.x):
+        place = 0
+        for earlier in range(word):
+            place += cuda.popc(int32(ancestor_bits[request, node, earlier]))
+        bits = int64(ancestor_bits[request, node, word])
+        while bits != 0:
+            slot = word * 32 + cuda.popc(int32((bits & -bits) - 1))  # the lowest bit left
+            if slot < count and place < capacity:
+                s_path[place] = slot
+            else:
+                s_control[IS_INVALID] = 1
+            place += 1
+            bits &= bits - 1
+        if word == words - 1:
+            s_control[PATH_LENGTH] = place
+
+
+def shared_scores_kernel(  # type: ignore[no-untyped-def]
+    q_nope,  # float32 [B, N, H, D_CKV]
+    q_pe,  # float32 [B, N, H, D_KPE]
+    ckv_cache,  # float32 [B, S, D_CKV]
+    kpe_cache,  # float32 [B, S, D_KPE]
+    ancestor_bits,  # uint32 [B, N, words]
+    num_nodes,  # int32 [B]
+    prefix_lengths,  # int32 [B], or empty: 0
+    prefix_capacity,  # int32: the longest prefix that has a place in shared memory
+    path_capacity,  # int32
+    sm_scale,  # float32
+    out,  # float32 [B, N, H, D_CKV]
+    lse,  # float32 [B, N, H]
+):
+    thread = cuda.threadIdx.x
+    threads = cuda.blockDim.x
+    slots, heads, width = out.shape[1], out.shape[2], out.shape[3]
+    rope_width = q_pe.shape[3]
+    head = cuda.blockIdx.x % heads
+    node = cuda.blockIdx.x // heads % slots
+    request = cuda.blockIdx.x // heads // slots
+    count = num_nodes[request]
+    prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
+    if node >= count:
+        for dim in range(thread, width, threads):
+            out[request, node, head, dim] = float32(0)
+        if thread == 0:
+            lse[request, node, head] = float32(-np.inf)
+        return
+
+    s_words = cuda.shared.array(0, int32)
+    s_floats = cuda.shared.array(0, float32)
+    s_control = s_words[:CONTROL_WORDS]
+    s_path = s_words[CONTROL_WORDS : CONTROL_WORDS + path_capacity]
+    s_partial = s_floats[CONTROL_WORDS + path_capacity :]  # [threads]
+    s_query = s_partial[threads:]  # [D_CKV + D_KPE]
+    s_scores = s_query[width + rope_width :]  # [prefix_capacity + path_capacity]
+    if thread == 0:
+        fits = count <= slots and 0 <= prefix <= prefix_capacity and prefix + count <= ckv_cache.shape[1]
+        s_control[IS_INVALID] = 0 if fits else 1
+    cuda.syncthreads()
+    list_path(ancestor_bits, request, node, count, s_path, path_capacity, s_control)
+    cuda.syncthreads()
+    if s_control[IS_INVALID] != 0:
+        for dim in range(thread, width, threads):
+            out[request, node, head, dim] = float32(np.nan)
+        if thread == 0:
+            lse[request, node, head] = float32(np.nan)
+        return
+    keys = prefix + s_control[PATH_LENGTH]
+    for dim in range(thread, width, threads):
+        s_query[dim] = q_nope[request, node, head, dim]
+    for dim in range(thread, rope_width, threads):
+        s_query[width + dim] = q_pe[request, node, head, dim]
+    cuda.syncthreads()
+
+    maximum = float32(-np.inf)
+    for key in range(thread, keys, threads):
+        row = key if key < prefix else prefix + s_path[key - prefix]
+        latent_part = dot(s_query, 0, ckv_cache, request, row, width)
+        score = (latent_part + dot(s_query, width, kpe_cache, request, row, rope_width)) * sm_scale
+        s_scores[key] = score
+        maximum = max(maximum, score)
+
+    maximum = block_reduce(maximum, s_partial, True)
+    if maximum == float32(-np.inf):
+        maximum = float32(0)
+    total = float32(0)
+    for key in range(thread, keys, threads):
+        weight = math.exp(s_scores[key] - maximum)
+        s_scores[key] = weight
+        total += weight
+    total = block_reduce(total, s_partial, False)
+    for key in range(thread, keys, threads):
+        s_scores[key] = s_scores[key] / total if total != float32(0) else float32(0)
+    cuda.syncthreads()
+
+    for dim in range(thread, width, threads):
+        value = float32(0)
+        for key in range(prefix):
+            value += s_scores[key] * ckv_cache[request, key, dim]
+        for place in range(keys - prefix):
+            value += s_scores[prefix + place] * ckv_cache[request, prefix + s_path[place], dim]
+        out[request, node, head, dim] = value
+    if thread == 0:
+        lse[request, node, head] = maximum + math.log(total) if total != float32(0) else float32(-np.inf)
+
+
+SHARED_SCORES = Kernel(
+    shared_scores_kernel,
+    (
+        "void(float32[:, :, :, ::1], float32[:, :, :, ::1], float32[:, :, ::1], float32[:, :, ::1], "
+        "uint32[:, :, ::1], int32[::1], int32[::1], int32, int32, float32, "
+        "float32[:, :, :, ::1], float32[:, :, ::1])",
+    ),
+    THREADS,
+)
+
+
+def shared_bytes(prefix: int, path: int, width: int, threads: int) -> int:
+    """Shared memory of a block for a prefix and a path of so many keys and queries so wide."""
+    return 4 * (CONTROL_WORDS + path + threads + width + prefix + path)
+
+
+def longest_prefix(limit: int, path: int, width: int, threads: int) -> int:
+    """Longest prefix that fits so many bytes of shared memory, negative where none does."""
+    return (limit - shared_bytes(0, path, width, threads)) // 4
+
+
+def launch_shared_scores(
+    placement: Placement,
+    views: dict[str, Any],
+    prefix_capacity: int,
+    path_capacity: int,
+    sm_scale: float,
+    out: Any,
+    lse: Any,
+    stream: StreamLike,
+) -> tuple[Any, Any]:
+    """Launch the kernel on checked views.
+
+    Raises
+    ------
+    ArgumentError
+        Where a key range of `prefix_capacity` does not fit the device's shared memory, or there are
+        more blocks than a grid may have.
+    """
+    batch, slots, heads, latent = views["q_nope"].shape
+    width = latent + views["q_pe"].shape[3]
+    blocks = batch * slots * heads
+    if blocks > MAX_BLOCKS:
+        raise ArgumentError("q_nope", f"B * N * H = {blocks}", f"at most {MAX_BLOCKS}, one block each")
+    with Transfer(placement, stream) as transfer:
+        threads = SHARED_SCORES.threads
+        longest = longest_prefix(shared_memory_limit(), path_capacity, width, threads)
+        if prefix_capacity > longest:
+            raise ArgumentError(
+                "prefix_lengths",
+                f"room for a prefix of {prefix_capacity} keys",
+                f"at most {longest} keys, for which this kernel's scores fit the shared memory "
+                f"({shared_memory_limit()} bytes) of this device",
+            )
+        arguments = [transfer.input(view) for view in views.values()]
+        outputs = [
+            transfer.output("out", (batch, slots, heads, latent), np.float32, out),
+            transfer.output("lse", (batch, slots, heads), np.float32, lse),
+        ]
+        SHARED_SCORES.launch(
+            blocks,
+            *arguments,
+            np.int32(prefix_capacity),
+            np.int32(path_capacity),
+            np.float32(sm_scale),
+            *outputs,
+            stream=transfer.stream,
+            shared_bytes=shared_bytes(prefix_capacity, path_capacity, width, threads),
+        )
+        results = transfer.results()
+        return results["out"], results["lse"]

@@ -1,0 +1,81 @@
+"""Tree-masked MLA attention in its absorbed form.
+
+DeepSeek-V2 (arXiv 2405.04434), section 2.1: with the up-projections absorbed into query and output,
+every head attends to the same rows, a latent part that is key and value at once and a rotary part
+that is key only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_ddtree.refs.tree_links import visibility_from_bits
+
+
+def softmax_with_lse(scores: NDArray[np.floating]) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+    """Return probabilities along the last axis and the natural log of their denominator.
+
+    A row of nothing but -inf gives zeros and -inf.
+    """
+    maximum = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+    maximum = np.where(maximum == -np.inf, 0, maximum).astype(scores.dtype)
+    weights = np.exp(scores - maximum)
+    total = weights.sum(axis=-1, keepdims=True)
+    probs = np.divide(weights, total, out=np.zeros_like(weights), where=total != 0)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + maximum
+    return probs, lse[..., 0]
+
+
+def tree_attention(
+    q_nope: NDArray[np.float32],
+    q_pe: NDArray[np.float32],
+    ckv_cache: NDArray[np.float32],
+    kpe_cache: NDArray[np.float32],
+    ancestor_bits: NDArray[np.uint32],
+    num_nodes: NDArray[np.int32],
+    prefix_lengths: NDArray[np.int32],
+    sm_scale: float,
+    dtype: type[np.float32] | type[np.float64] = np.float64,
+) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+    """Attend from each node to the prefix, to its ancestors and to itself.
+
+    Parameters
+    ----------
+    q_nope : float32 [B, N, H, D_CKV]
+    q_pe : float32 [B, N, H, D_KPE]
+    ckv_cache : float32 [B, S, D_CKV]
+        Slot ``prefix_lengths[b] + i`` holds node i of the tree.
+    kpe_cache : float32 [B, S, D_KPE]
+    ancestor_bits : uint32 [B, N, ceil(N / 32)]
+    num_nodes, prefix_lengths : int32 [B]
+    sm_scale : float
+        The factor of the scores.
+    dtype
+        The precision of every step.
+
+    Returns
+    -------
+    out : dtype [B, N, H, D_CKV]
+        Zeros for slots past `num_nodes`.
+    lse : dtype [B, N, H]
+        Natural log; -inf for slots past `num_nodes`.
+    """
+    batch, slots, heads, _ = q_nope.shape
+    out = np.zeros(q_nope.shape, dtype)
+    lse = np.full((batch, slots, heads), -np.inf, dtype)
+    visibility = visibility_from_bits(ancestor_bits)  # [B, N, N]
+    for request in range(batch):
+        count, prefix = int(num_nodes[request]), int(prefix_lengths[request])
+        latent = ckv_cache[request, : prefix + count].astype(dtype)  # [P + n, D_CKV]
+        rotary = kpe_cache[request, : prefix + count].astype(dtype)
+        mask = np.ones((count, prefix + count), bool)
+        mask[:, prefix:] = visibility[request, :count, :count]
+        for head in range(heads):
+            scores = q_nope[request, :count, head].astype(dtype) @ latent.T
+            scores += q_pe[request, :count, head].astype(dtype) @ rotary.T
+            scores = np.where(mask, scores * dtype(sm_scale), dtype(-np.inf))  # [n, P + n]
+            probs, lse[request, :count, head] = softmax_with_lse(scores)
+            out[request, :count, head] = probs @ latent
+    return out, lse
