@@ -1,0 +1,169 @@
+"""Random inputs: sorted log-probs, token ids, trees, and attention over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba_ddtree.refs import tree_build as build_reference
+from numba_ddtree.refs import tree_links as links_reference
+from numpy.typing import NDArray
+
+from numba_ddtree.tree import DraftTree
+
+LOG_PROB_KINDS = ("realistic", "flat", "ties", "identical_rows", "all_equal", "inf_tails")
+TREE_KINDS = ("random", "chain", "star", "recent")
+
+
+def make_log_probs(rng: np.random.Generator, kind: str, B: int, L: int, K: int) -> NDArray[np.float32]:
+    """Sorted log-probs of one of `LOG_PROB_KINDS`, float32 [B, L, K]."""
+    shape = (B, L, K)
+    if kind == "realistic":
+        logits = rng.gumbel(size=shape) * rng.uniform(0.5, 3, (B, L, 1))
+    elif kind == "flat":
+        logits = rng.normal(size=shape) * 1e-3
+    elif kind == "ties":
+        # Few multiples of an eighth, whose sums are exact: many paths of the very same score.
+        return np.sort(-rng.integers(1, 9, shape) / np.float32(8), axis=-1)[..., ::-1].astype(np.float32)
+    elif kind == "identical_rows":
+        logits = np.broadcast_to(rng.normal(size=(B, 1, K)), shape)
+    elif kind == "all_equal":
+        logits = np.zeros(shape)
+    elif kind == "inf_tails":
+        logits = rng.normal(size=shape)
+        first_dead = rng.integers(0, K + 1, (B, L, 1))
+        first_dead[:, 0] = np.maximum(first_dead[:, 0], 1)
+        logits = np.where(np.arange(K) < first_dead, -np.sort(-logits, axis=-1), -np.inf)
+    else:
+        raise ValueError(kind)
+    peak = np.maximum(logits.max(axis=-1, keepdims=True), -1e30)
+    total = np.log(np.maximum(np.exp(logits - peak).sum(axis=-1, keepdims=True), 1e-30)) + peak
+    return -np.sort(-(logits - total), axis=-1).astype(np.float32)
+
+
+def make_token_ids(
+    rng: np.random.Generator, B: int, L: int, K: int, dtype: type[np.integer[Any]] = np.int32
+) -> NDArray[Any]:
+    """Token ids, distinct within a row, the 0 among them, [B, L, K]."""
+    ids = np.broadcast_to(np.arange(K) * 3, (B, L, K))
+    return np.ascontiguousarray(rng.permuted(ids, axis=-1), dtype)
+
+
+def make_parents(rng: np.random.Generator, kind: str, slots: int) -> NDArray[np.int32]:
+    """Parents of a tree of one of `TREE_KINDS`, int32 [slots]."""
+    nodes = np.arange(slots)
+    lowest = {"random": 0, "chain": nodes - 1, "star": 0, "recent": np.maximum(nodes - 4, 0)}[kind]
+    highest = np.ones(slots, int) if kind == "star" else nodes
+    parents = rng.integers(np.minimum(lowest, np.maximum(highest, 1) - 1), np.maximum(highest, 1))
+    parents[0] = -1
+    return parents.astype(np.int32)
+
+
+def make_parent_batch(rng: np.random.Generator, B: int, N: int) -> NDArray[np.int32]:
+    """Parents of trees of all kinds in turn, int32 [B, N]."""
+    kinds = (TREE_KINDS[request % len(TREE_KINDS)] for request in range(B))
+    return np.stack([make_parents(rng, kind, N) for kind in kinds])
+
+
+def link(
+    parents: NDArray[np.int32],
+    token_ids: NDArray[np.int32],
+    num_nodes: NDArray[np.int32] | None = None,
+    prefix_lengths: NDArray[np.int32] | None = None,
+    max_depth: int | None = None,
+) -> DraftTree:
+    """Make the reference's tree of these parents; bad ones end in its status."""
+    B, N = parents.shape
+    depth_limit = N - 1 if max_depth is None else max_depth
+    arrays = links_reference.links_from_parents(
+        parents,
+        token_ids,
+        np.full(B, N, np.int32) if num_nodes is None else num_nodes,
+        np.zeros(B, np.int32) if prefix_lengths is None else prefix_lengths,
+        depth_limit,
+    )
+    return DraftTree(*arrays, max_depth=depth_limit)
+
+
+def build(
+    log_probs: NDArray[np.float32],
+    token_ids: NDArray[Any],
+    budget: int | NDArray[np.int32],
+    root_tokens: NDArray[np.int32] | None = None,
+    prefix_lengths: NDArray[np.int32] | None = None,
+    max_budget: int | None = None,
+) -> DraftTree:
+    """Make the reference's tree of these log-probs; bad ones end in its status."""
+    B, L, _ = log_probs.shape
+    budgets = np.broadcast_to(np.asarray(budget, np.int32), (B,))
+    arrays = build_reference.build_tree(
+        log_probs,
+        token_ids,
+        budgets,
+        np.zeros(B, np.int32) if root_tokens is None else root_tokens,
+        np.zeros(B, np.int32) if prefix_lengths is None else prefix_lengths,
+        int(np.max(budget, initial=0)) if max_budget is None else max_budget,
+    )
+    return DraftTree(*arrays, max_depth=L)
+
+
+def make_target_tokens(
+    rng: np.random.Generator, tree: DraftTree, agreement: float = 0.8
+) -> NDArray[np.int32]:
+    """Draw the target's token after each node: mostly that of one of its children, int32 [B, N]."""
+    B, N = tree.parents.shape
+    target = rng.integers(0, 5, (B, N)).astype(np.int32)
+    for request in range(B):
+        for node in rng.permutation(np.arange(1, tree.num_nodes[request])):
+            if rng.random() < agreement:
+                target[request, tree.parents[request, node]] = tree.token_ids[request, node]
+    return target
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """Arguments of `verify_attention`, as numpy arrays."""
+
+    q_nope: NDArray[np.float32]
+    q_pe: NDArray[np.float32]
+    ckv_cache: NDArray[np.float32]
+    kpe_cache: NDArray[np.float32]
+    tree: DraftTree
+    prefix_lengths: NDArray[np.int32]
+    sm_scale: float
+
+
+def make_attention(
+    rng: np.random.Generator,
+    *,
+    prefixes: list[int],
+    N: int,
+    H: int = 2,
+    latent: int = 16,
+    rope: int = 8,
+    num_nodes: list[int] | None = None,
+    spare_keys: int = 3,
+    magnitude: float = 1.0,
+) -> AttentionInputs:
+    """Attention inputs whose dead cache rows, those of no key of the request, are NaN."""
+    B = len(prefixes)
+    counts = np.full(B, N, np.int32) if num_nodes is None else np.array(num_nodes, np.int32)
+    lengths = np.array(prefixes, np.int32)
+    keys = max(prefixes) + N + spare_keys
+    tree = link(make_parent_batch(rng, B, N), rng.integers(0, 9, (B, N)).astype(np.int32), counts, lengths)
+    caches = []
+    for width in (latent, rope):
+        cache = rng.normal(size=(B, keys, width)).astype(np.float32)
+        for request in range(B):
+            cache[request, lengths[request] + counts[request] :] = np.nan
+        caches.append(cache)
+    return AttentionInputs(
+        q_nope=(rng.normal(size=(B, N, H, latent)) * magnitude).astype(np.float32),
+        q_pe=(rng.normal(size=(B, N, H, rope)) * magnitude).astype(np.float32),
+        ckv_cache=caches[0],
+        kpe_cache=caches[1],
+        tree=tree,
+        prefix_lengths=lengths,
+        sm_scale=float((latent + rope) ** -0.5),
+    )

@@ -1,0 +1,82 @@
+"""Arrays and streams of the libraries that tests marked `gpu` hand in, where they are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from kernel_checks import Library, numba_library, numpy_library
+
+
+def torch_library() -> Library:
+    torch = pytest.importorskip("torch")
+    return Library(
+        "torch", lambda array: torch.from_numpy(array.copy()).cuda(), lambda array: array.cpu().numpy()
+    )
+
+
+def cupy_library() -> Library:
+    cupy = pytest.importorskip("cupy")
+    return Library("cupy", cupy.array, cupy.asnumpy)
+
+
+def jax_library() -> Library:
+    import numpy as np
+
+    jax = pytest.importorskip("jax")
+    # jax's arrays are never written to, so that there is nothing to pass as `out`.
+    return Library(
+        "jax", lambda array: jax.block_until_ready(jax.device_put(array)), np.array, takes_out=False
+    )
+
+
+LIBRARIES: list[Callable[[], Library]] = [
+    numpy_library,
+    numba_library,
+    torch_library,
+    cupy_library,
+    jax_library,
+]
+
+DELAY_CYCLES = 200_000_000  # about a tenth of a second
+
+
+@contextmanager
+def side_stream(form: str) -> Iterator[tuple[Any, Callable[[Any], Any], dict[str, Any]]]:
+    """Give a stream of torch's that is busy, so that work on any other stream comes too early.
+
+    Parameters
+    ----------
+    form : {"torch", "handle", "current"}
+        How the call is to be told of the stream: as torch's object, as a raw handle, or not at all,
+        since it is the current one.
+
+    Yields
+    ------
+    torch
+        The module.
+    delayed_copy
+        Copies a host tensor to the device, on the stream, after the delay; until then the device's is
+        zeros.
+    options
+        The stream as keyword arguments.
+    """
+    torch = pytest.importorskip("torch")
+    stream = torch.cuda.Stream()
+
+    def delayed_copy(tensor: Any) -> Any:
+        pinned = tensor.pin_memory()
+        target = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(DELAY_CYCLES)
+            target.copy_(pinned, non_blocking=True)
+        return target
+
+    if form == "current":
+        with torch.cuda.stream(stream):
+            yield torch, delayed_copy, {}
+    else:
+        yield torch, delayed_copy, {"stream": stream if form == "torch" else stream.cuda_stream}

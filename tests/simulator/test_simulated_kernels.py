@@ -1,0 +1,276 @@
+"""Kernels in Numba's simulator, at sizes that it bears; each request of a batch is its own case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from golden import load_golden_trees
+from inputs import (
+    LOG_PROB_KINDS,
+    build,
+    link,
+    make_attention,
+    make_log_probs,
+    make_parent_batch,
+    make_target_tokens,
+    make_token_ids,
+)
+from kernel_checks import (
+    Library,
+    assert_same_arrays,
+    assert_same_tree,
+    attend,
+    bad_draft,
+    bad_links,
+    check_accept,
+    check_attention,
+    check_bad_masks,
+    check_build,
+    check_links,
+    check_malformed_accept,
+    numba_library,
+    numpy_library,
+)
+
+import numba_ddtree
+from numba_ddtree import ArgumentError, DraftTree, TreeStatus
+from numba_ddtree.cuda_target import SIMULATED, cuda
+
+GOLDEN = {name: tree for name, tree in load_golden_trees().items() if tree.budget <= 8}
+
+pytestmark = pytest.mark.skipif(not SIMULATED, reason="the simulator is off")
+
+
+@pytest.fixture(params=["numba", "numpy"])
+def library(request: pytest.FixtureRequest) -> Library:
+    return numba_library() if request.param == "numba" else numpy_library()
+
+
+@pytest.fixture
+def device() -> Library:
+    return numba_library()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what the package allocates, so that a result that is not written shows."""
+    allocate = cuda.device_array
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        array = allocate(*args, **kwargs)
+        if array.size:
+            array.view(np.uint8)[...] = 0xA5
+        return array
+
+    monkeypatch.setattr(cuda, "device_array", poisoned)
+
+
+def test_build_tree_of_every_kind_and_small_budget(rng: np.random.Generator, device: Library) -> None:
+    L, K = 4, 5
+    log_probs = np.concatenate([make_log_probs(rng, kind, 2, L, K) for kind in LOG_PROB_KINDS])
+    B = len(log_probs)
+    budgets = rng.permutation([0, 1, 2, 3, 4, 5, 6, 7, 9, 12, 16, 20]).astype(np.int32)
+    check_build(
+        device,
+        log_probs,
+        make_token_ids(rng, B, L, K, np.int64),
+        budgets,
+        root_tokens=rng.integers(0, 9, B).astype(np.int32),
+        prefix_lengths=rng.integers(0, 999, B).astype(np.int32),
+        max_budget=21,
+    )
+
+
+@pytest.mark.parametrize("kind", ["ties", "all_equal"])
+def test_build_tree_of_ties_past_one_warp_of_offers(
+    rng: np.random.Generator, device: Library, kind: str
+) -> None:
+    log_probs = make_log_probs(rng, kind, 1, 6, 4)
+    check_build(device, log_probs, make_token_ids(rng, 1, 6, 4), 40)
+
+
+def test_build_tree_of_ties_that_rounding_makes(rng: np.random.Generator, device: Library) -> None:
+    # Different log-probs whose float64 sums collide, since the first is so much larger.
+    log_probs = -np.sort(rng.random((1, 3, 3)) * 1e-18, axis=-1).astype(np.float32)
+    log_probs[:, 0] = [-0.0, -1.0, -1.0]
+    log_probs[:, 1, 0] = -1.0
+    log_probs[:, 1, 1:] = np.nextafter(np.float32(-1), np.float32(-2))
+    check_build(device, log_probs, make_token_ids(rng, 1, 3, 3), 16)
+
+
+@pytest.mark.parametrize(("L", "K"), [(1, 1), (1, 4), (5, 1), (2, 2)])
+def test_build_tree_exhausts(rng: np.random.Generator, library: Library, L: int, K: int) -> None:
+    tree = check_build(library, make_log_probs(rng, "ties", 1, L, K), make_token_ids(rng, 1, L, K), 8)
+    assert tree.status[0] == TreeStatus.EXHAUSTED
+
+
+def test_build_tree_of_bad_device_arrays(rng: np.random.Generator, device: Library) -> None:
+    log_probs, token_ids, budgets, prefixes = bad_draft(rng, 2, 3)
+    tree = check_build(device, log_probs, token_ids, budgets, prefix_lengths=prefixes, max_budget=5)
+    status = TreeStatus.NO_CANDIDATE
+    want = [TreeStatus.NAN, TreeStatus.NAN, *[TreeStatus.INVALID] * 2, status, *[TreeStatus.INVALID] * 5]
+    assert tree.status[1::2].tolist() == want
+    assert (tree.num_nodes[1::2] == 1).all()
+    assert (tree.status[::2] == TreeStatus.OK).all()
+
+
+def test_build_tree_validates_device_arrays_on_request(rng: np.random.Generator, device: Library) -> None:
+    log_probs, token_ids, budgets, prefixes = bad_draft(rng, 2, 3)
+    for request in range(1, len(budgets), 2):
+        one = slice(request, request + 1)
+        given = device.put_all(
+            draft_log_probs=log_probs[one],
+            draft_token_ids=token_ids[one],
+            budget=budgets[one],
+            prefix_lengths=prefixes[one],
+        )
+        with pytest.raises(
+            ArgumentError, match=r"^(draft_log_probs|draft_token_ids|budget|prefix_lengths)\["
+        ):
+            numba_ddtree.build_tree(**given, max_budget=5, validate=True)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_golden_tree(library: Library, case: str) -> None:
+    golden = GOLDEN[case]
+    log_probs, token_ids = golden.draft_log_probs[None], golden.draft_token_ids[None]
+    tree = check_build(library, np.array(log_probs), np.array(token_ids), golden.budget)
+    np.testing.assert_array_equal(tree.token_ids[0, 1 : len(golden.parents)], golden.token_ids)
+    np.testing.assert_array_equal(tree.parents[0, : len(golden.parents)], golden.parents)
+    target = np.zeros((1, golden.budget + 1), np.int64)
+    target[0, : len(golden.posterior_tokens)] = golden.posterior_tokens
+    result = check_accept(library, tree, target)
+    assert result.accepted_indices[0, : result.accept_length[0]].tolist() == golden.accepted_indices.tolist()
+    assert result.bonus_token[0] == golden.bonus_token
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_accept_tree(rng: np.random.Generator, library: Library, dtype: type[np.integer[Any]]) -> None:
+    B, N = 6, 40
+    counts = np.array([N, N, 33, 1, 0, 7], np.int32)
+    tree = link(make_parent_batch(rng, B, N), rng.integers(0, 3, (B, N)).astype(np.int32), counts)
+    check_accept(library, tree, make_target_tokens(rng, tree).astype(dtype))
+
+
+def test_accept_tree_of_malformed_parents_ends(rng: np.random.Generator, device: Library) -> None:
+    check_malformed_accept(device, rng, B=12, N=20)
+
+
+def test_tree_links(rng: np.random.Generator, library: Library) -> None:
+    B, N = 6, 40
+    parents, tokens = make_parent_batch(rng, B, N), rng.integers(0, 99, (B, N)).astype(np.int32)
+    check_links(library, parents, tokens)
+    counts = np.array([N, 0, 1, 2, 33, 39], np.int32)
+    # Padding holds rubbish, which must not be looked at.
+    parents = np.where(np.arange(N) < counts[:, None], parents, 10**6).astype(np.int32)
+    lengths = rng.integers(0, 50, B).astype(np.int32)
+    tree = check_links(library, parents, tokens, num_nodes=counts, prefix_lengths=lengths)
+    mask = library.get(library.put_tree(tree).to_visibility())
+    assert mask.shape == (B, N, N)
+    again = DraftTree.from_visibility(
+        **library.put_all(
+            visibility=mask, token_ids=tree.token_ids, num_nodes=tree.num_nodes, prefix_lengths=lengths
+        ),
+        max_depth=tree.max_depth,
+    )
+    assert_same_tree(library.get_tree(again), tree)
+
+
+def test_tree_links_of_bad_device_arrays(rng: np.random.Generator, device: Library) -> None:
+    N = 12
+    parents, counts, prefixes = bad_links(rng, N, B=14)
+    tokens = rng.integers(0, 99, parents.shape).astype(np.int32)
+    tree = check_links(device, parents, tokens, num_nodes=counts, prefix_lengths=prefixes)
+    assert (tree.status[1::2] == TreeStatus.INVALID).all()
+    assert (tree.status[::2] == TreeStatus.OK).all()
+    for request in range(1, len(parents), 2):
+        one = slice(request, request + 1)
+        given = device.put_all(
+            parents=parents[one], token_ids=tokens[one], num_nodes=counts[one], prefix_lengths=prefixes[one]
+        )
+        with pytest.raises(ArgumentError):
+            DraftTree.from_parents(**given, validate=True)
+
+
+def test_tree_links_deeper_than_allowed(rng: np.random.Generator, device: Library) -> None:
+    N = 9
+    parents = make_parent_batch(rng, 4, N)  # the second is a chain of depth 8
+    tokens = np.ones((4, N), np.int32)
+    tree = check_links(device, parents, tokens, max_depth=7)
+    assert tree.status[1] == TreeStatus.INVALID
+    with pytest.raises(ArgumentError, match="max_depth"):
+        DraftTree.from_parents(device.put(parents), device.put(tokens), max_depth=7, validate=True)
+
+
+def test_tree_links_of_bad_masks(rng: np.random.Generator, device: Library) -> None:
+    check_bad_masks(device, rng, 11)
+
+
+def test_attention(rng: np.random.Generator, library: Library) -> None:
+    check_attention(library, make_attention(rng, prefixes=[0, 37], N=5, num_nodes=[5, 3]))
+
+
+def test_attention_of_one_head_and_odd_widths(rng: np.random.Generator, device: Library) -> None:
+    check_attention(
+        device, make_attention(rng, prefixes=[3, 0], N=3, H=1, latent=7, rope=5, num_nodes=[2, 0])
+    )
+
+
+def test_attention_of_a_chain_past_one_word_of_bits(rng: np.random.Generator, device: Library) -> None:
+    given = make_attention(rng, prefixes=[2], N=34, H=1, latent=4, rope=2)
+    object.__setattr__(given, "tree", link(np.arange(-1, 33, dtype=np.int32)[None], given.tree.token_ids))
+    check_attention(device, given)
+
+
+def test_attention_of_an_invalid_prefix_is_nan_for_that_request(
+    rng: np.random.Generator, device: Library
+) -> None:
+    given = make_attention(rng, prefixes=[4, 4, 4, 4], N=2, H=1, num_nodes=[2, 1, 2, 2], spare_keys=0)
+    want = attend(device, given)
+    given.prefix_lengths[1], given.prefix_lengths[2] = -1, 5
+    out, lse = attend(device, given)
+    for got, before, blank in zip((out, lse), want, (0, -np.inf), strict=True):
+        np.testing.assert_array_equal(got[[0, 3]], before[[0, 3]])
+        assert np.isnan(got[1, 0]).all()
+        assert np.isnan(got[2]).all()
+        assert (got[1, 1] == blank).all()
+    arrays = device.put_all(
+        q_nope=given.q_nope,
+        q_pe=given.q_pe,
+        ckv_cache=given.ckv_cache,
+        kpe_cache=given.kpe_cache,
+        prefix_lengths=given.prefix_lengths,
+    )
+    with pytest.raises(ArgumentError, match=r"^prefix_lengths\[1\]: got -1"):
+        numba_ddtree.verify_attention(**arrays, tree=device.put_tree(given.tree), sm_scale=1.0, validate=True)
+
+
+def test_attention_reads_no_row_that_a_node_does_not_see(rng: np.random.Generator, device: Library) -> None:
+    given = make_attention(rng, prefixes=[3], N=4, H=1)
+    object.__setattr__(given, "tree", link(np.array([[-1, 0, 0, 1]], np.int32), given.tree.token_ids))
+    want = attend(device, given)
+    given.ckv_cache[0, 3 + 2] = np.nan
+    given.kpe_cache[0, 3 + 2] = np.nan
+    got = attend(device, given)
+    for before, after in zip(want, got, strict=True):
+        np.testing.assert_array_equal(after[0, [0, 1, 3]], before[0, [0, 1, 3]])
+        assert np.isnan(after[0, 2]).all()
+
+
+def test_results_repeat_to_the_bit(rng: np.random.Generator, device: Library) -> None:
+    given = make_attention(rng, prefixes=[9], N=3)
+    first, second = attend(device, given), attend(device, given)
+    assert_same_arrays(dict(enumerate(second)), dict(enumerate(first)))  # type: ignore[arg-type]
+
+
+def test_empty_batch(library: Library) -> None:
+    empty = {
+        "draft_log_probs": np.zeros((0, 2, 2), np.float32),
+        "draft_token_ids": np.zeros((0, 2, 2), np.int32),
+    }
+    tree = library.get_tree(numba_ddtree.build_tree(**library.put_all(**empty), budget=3))
+    assert_same_tree(tree, build(*empty.values(), 3))
+    target = np.zeros((0, 4), np.int32)
+    assert check_accept(library, tree, target).accepted_indices.shape == (0, 3)

@@ -1,0 +1,334 @@
+"""Best-first trees: golden trees, a second formulation, properties; the kernel on a device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from golden import GoldenTree, load_golden_trees
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import LOG_PROB_KINDS, build, make_log_probs, make_token_ids
+from kernel_checks import Library, assert_same_tree, bad_draft, check_build, numba_library
+from libraries import LIBRARIES, side_stream
+from numba_ddtree.refs.tree_build import best_first
+from numpy.typing import NDArray
+
+import numba_ddtree
+from numba_ddtree import ArgumentError, DraftTree, TreeStatus
+
+GOLDEN = load_golden_trees()
+
+
+@st.composite
+def log_prob_rows(draw: st.DrawFn, max_depth: int = 4, max_width: int = 4) -> NDArray[np.float32]:
+    """Sorted rows, float32 [L, K], of few values, so that scores tie; some end in -inf."""
+    L = draw(st.integers(1, max_depth))
+    K = draw(st.integers(1, max_width))
+    value = st.sampled_from([-0.0, 0.0, -0.125, -0.5, -1.0, -1.0000001, -2.5, -1e-30, -3e38, -np.inf])
+    rows = draw(st.lists(st.lists(value, min_size=K, max_size=K), min_size=L, max_size=L))
+    rows[0][0] = -0.25  # a first candidate there must be
+    return np.array([sorted(row, reverse=True) for row in rows], np.float32)
+
+
+def rank_tuples(nodes: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+    """Paths of ranks of nodes given as (parent, depth, rank)."""
+    paths: list[tuple[int, ...]] = [()]
+    for parent, _, rank in nodes:
+        paths.append((*paths[parent], rank))
+    return paths[1:]
+
+
+def sorted_continuations(log_probs: NDArray[np.float32]) -> list[tuple[float, tuple[int, ...]]]:
+    """Every continuation of probability above zero as (-score, ranks), best first."""
+    found = []
+    for depth in range(1, len(log_probs) + 1):
+        for ranks in itertools.product(range(log_probs.shape[1]), repeat=depth):
+            score = 0.0
+            for row, rank in zip(log_probs, ranks, strict=False):
+                score += float(row[rank])
+            if score > -np.inf:
+                found.append((-score, ranks))
+    return sorted(found)
+
+
+def node_scores(tree: DraftTree, log_probs: NDArray[np.float32], token_ids: NDArray[Any]) -> list[float]:
+    """Score of each node of a host tree of one request whose token ids are distinct within a row."""
+    scores = [0.0]
+    for node in range(1, int(tree.num_nodes[0])):
+        row = int(tree.depths[0, node]) - 1
+        (rank,) = np.flatnonzero(token_ids[0, row] == tree.token_ids[0, node])
+        scores.append(scores[tree.parents[0, node]] + float(log_probs[0, row, rank]))
+    return scores
+
+
+def assert_golden(tree: DraftTree, golden: GoldenTree) -> None:
+    count = len(golden.parents)
+    assert tree.num_nodes[0] == count
+    np.testing.assert_array_equal(tree.token_ids[0, 1:count], golden.token_ids)
+    np.testing.assert_array_equal(tree.depths[0, 1:count], golden.depths)
+    np.testing.assert_array_equal(tree.parents[0, :count], golden.parents)
+    np.testing.assert_array_equal(tree.to_visibility()[0, :count, :count], golden.visibility)
+    exhausted = count <= golden.budget
+    assert tree.status[0] == (TreeStatus.EXHAUSTED if exhausted else TreeStatus.OK)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_reference_builds_the_golden_tree(case: str) -> None:
+    golden = GOLDEN[case]
+    tree = numba_ddtree.build_tree(
+        golden.draft_log_probs[None], golden.draft_token_ids[None], golden.budget, backend="numpy"
+    )
+    assert_golden(tree, golden)
+
+
+@given(log_prob_rows(), st.integers(0, 60))
+def test_heap_takes_the_best_of_all_continuations(log_probs: NDArray[np.float32], budget: int) -> None:
+    want = [ranks for _, ranks in sorted_continuations(log_probs)[:budget]]
+    assert rank_tuples(best_first(log_probs, budget)) == want
+
+
+@given(log_prob_rows(max_depth=5, max_width=5), st.integers(0, 40), st.integers(0, 10**6))
+def test_tree_is_well_formed(log_probs: NDArray[np.float32], budget: int, seed: int) -> None:
+    batch = log_probs[None]
+    token_ids = make_token_ids(np.random.default_rng(seed), *batch.shape)
+    prefix = np.array([seed], np.int32)
+    tree = numba_ddtree.build_tree(
+        batch, token_ids, budget, root_tokens=[7], prefix_lengths=prefix, backend="numpy"
+    )
+    count, parents, depths = int(tree.num_nodes[0]), tree.parents[0], tree.depths[0]
+    assert tree.token_ids[0, 0] == 7
+    assert parents[0] == -1
+    assert depths[0] == 0
+    for node in range(1, count):
+        assert 0 <= parents[node] < node
+        assert depths[node] == depths[parents[node]] + 1
+    assert (tree.positions[0, :count] == prefix + depths[:count]).all()
+    scores = node_scores(tree, batch, token_ids)
+    assert all(later <= earlier for earlier, later in itertools.pairwise(scores))
+    assert scores[-1] > -np.inf
+
+    ancestors: list[set[int]] = [{0}]
+    for node in range(1, count):
+        ancestors.append({node} | ancestors[parents[node]])
+    seen = [set(np.flatnonzero(row).tolist()) for row in tree.to_visibility()[0]]
+    assert seen == ancestors + [set()] * (budget + 1 - count)
+
+    for node in range(count):
+        children = []
+        child = tree.first_child[0, node]
+        while child >= 0:
+            children.append(child)
+            child = tree.next_sibling[0, child]
+        assert children == [n for n in range(1, count) if parents[n] == node]
+
+    for name in ("token_ids", "depths"):
+        assert (tree.arrays()[name][0, count:] == 0).all()
+    for name in ("parents", "first_child", "next_sibling"):
+        assert (tree.arrays()[name][0, count:] == -1).all()
+    assert (tree.positions[0, count:] == prefix).all()
+
+
+@given(log_prob_rows(), st.integers(0, 30))
+def test_a_larger_budget_only_adds_nodes(log_probs: NDArray[np.float32], budget: int) -> None:
+    assert best_first(log_probs, budget) == best_first(log_probs, budget + 1)[:budget]
+
+
+@given(log_prob_rows(max_depth=8, max_width=1), st.integers(0, 10))
+def test_one_candidate_gives_the_chain(log_probs: NDArray[np.float32], budget: int) -> None:
+    dead = np.flatnonzero(log_probs[:, 0] == -np.inf)
+    length = min(budget, dead[0] if len(dead) else len(log_probs))
+    assert best_first(log_probs, budget) == [(node, node + 1, 0) for node in range(length)]
+
+
+@pytest.mark.parametrize("kind", LOG_PROB_KINDS)
+def test_every_kind_agrees_with_all_continuations(rng: np.random.Generator, kind: str) -> None:
+    for log_probs in make_log_probs(rng, kind, 10, 4, 5):
+        want = [ranks for _, ranks in sorted_continuations(log_probs)[:200]]
+        assert rank_tuples(best_first(log_probs, 200)) == want
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1))
+def test_requests_do_not_depend_on_one_another(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    B, L, K = 5, 3, 4
+    log_probs = np.concatenate([make_log_probs(rng, kind, 1, L, K) for kind in LOG_PROB_KINDS[:B]])
+    token_ids = make_token_ids(rng, B, L, K, np.int64)
+    budgets, roots, prefixes = rng.integers(0, 12, (3, B)).astype(np.int32)
+    order = rng.permutation(B)
+    whole = build(log_probs, token_ids, budgets, roots, prefixes, 12)
+    arrays = (log_probs, token_ids, budgets, roots, prefixes)
+    moved = build(*(array[order] for array in arrays), 12)
+    for name, array in whole.arrays().items():
+        np.testing.assert_array_equal(moved.arrays()[name], array[order], err_msg=name)
+
+
+def test_bad_requests_leave_the_others_alone(rng: np.random.Generator) -> None:
+    log_probs, token_ids, budgets, prefixes = bad_draft(rng, 4, 5)
+    whole = build(log_probs, token_ids, budgets, None, prefixes, 5)
+    good = slice(None, None, 2)
+    alone = build(log_probs[good], token_ids[good], budgets[good], None, prefixes[good], 5)
+    for name, array in alone.arrays().items():
+        np.testing.assert_array_equal(whole.arrays()[name][good], array, err_msg=name)
+    assert (whole.num_nodes[1::2] == 1).all()
+    assert not np.isin(whole.status[1::2], (TreeStatus.OK, TreeStatus.EXHAUSTED)).any()
+    root_alone = build(log_probs[good], token_ids[good], 0, None, np.maximum(prefixes[1::2], 0), 5)
+    for name in ("parents", "depths", "positions", "first_child", "next_sibling", "ancestor_bits"):
+        np.testing.assert_array_equal(whole.arrays()[name][1::2], root_alone.arrays()[name], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_the_dtype_of_ids_does_not_matter(rng: np.random.Generator, dtype: type[np.integer[Any]]) -> None:
+    log_probs, ids = make_log_probs(rng, "realistic", 2, 4, 6), make_token_ids(rng, 2, 4, 6)
+    got = numba_ddtree.build_tree(log_probs, ids.astype(dtype), 9, backend="numpy")
+    assert_same_tree(got, build(log_probs, ids, 9))
+
+
+def test_budgets_of_each_request_are_padded_to_the_largest(rng: np.random.Generator) -> None:
+    log_probs, ids = make_log_probs(rng, "flat", 3, 4, 6), make_token_ids(rng, 3, 4, 6)
+    tree = numba_ddtree.build_tree(log_probs, ids, [3, 0, 9], backend="numpy")
+    assert tree.num_slots == 10
+    assert tree.num_nodes.tolist() == [4, 1, 10]
+    wide = numba_ddtree.build_tree(log_probs, ids, 3, max_budget=7, backend="numpy")
+    assert wide.num_slots == 8
+    assert wide.num_nodes.tolist() == [4, 4, 4]
+
+
+def test_results_go_into_the_arrays_given(rng: np.random.Generator) -> None:
+    log_probs, ids = make_log_probs(rng, "ties", 2, 4, 6), make_token_ids(rng, 2, 4, 6)
+    want = build(log_probs, ids, 9)
+    out = build(*(make_log_probs(rng, "flat", 2, 4, 6), ids), 9)
+    got = numba_ddtree.build_tree(log_probs, ids, 9, out=out, backend="numpy")
+    assert all(got.arrays()[name] is array for name, array in out.arrays().items())
+    assert_same_tree(out, want)
+
+
+# On a device.
+
+SHAPES = list(itertools.product((1, 2, 15, 64), (1, 2, 7, 64, 1024)))
+BUDGETS = (0, 1, 2, 31, 32, 33, 64, 255, 256, 1023, 1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GOLDEN)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_kernel_builds_the_golden_tree(case: str, dtype: type[np.integer[Any]]) -> None:
+    golden = GOLDEN[case]
+    log_probs, ids = np.array(golden.draft_log_probs[None]), golden.draft_token_ids[None].astype(dtype)
+    assert_golden(check_build(numba_library(), log_probs, ids, golden.budget), golden)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("L", "K"), SHAPES)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_kernel_is_the_reference(rng: np.random.Generator, L: int, K: int, budget: int) -> None:
+    kinds = rng.choice(LOG_PROB_KINDS, 2, replace=False)
+    log_probs = np.concatenate([make_log_probs(rng, kind, 1, L, K) for kind in kinds])
+    dtype = np.int64 if budget % 2 else np.int32
+    check_build(numba_library(), log_probs, make_token_ids(rng, 2, L, K, dtype), budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LOG_PROB_KINDS)
+@pytest.mark.parametrize(("L", "K"), [(15, 64), (64, 64), (7, 1024), (64, 2), (2, 1024)])
+def test_kernel_at_the_largest_budget(rng: np.random.Generator, kind: str, L: int, K: int) -> None:
+    log_probs, ids = make_log_probs(rng, kind, 3, L, K), make_token_ids(rng, 3, L, K)
+    check_build(numba_library(), log_probs, ids, 1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 33, 300])
+def test_kernel_on_batches_whose_requests_all_differ(rng: np.random.Generator, B: int) -> None:
+    L, K, limit = 15, 64, 70
+    log_probs = np.concatenate(
+        [make_log_probs(rng, LOG_PROB_KINDS[b % len(LOG_PROB_KINDS)], 1, L, K) for b in range(B)]
+    )
+    given = {
+        "budget": rng.integers(0, limit + 1, B).astype(np.int32),
+        "root_tokens": rng.integers(0, 10**5, B).astype(np.int32),
+        "prefix_lengths": rng.integers(0, 10**6, B).astype(np.int32),
+    }
+    check_build(numba_library(), log_probs, make_token_ids(rng, B, L, K), max_budget=limit, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make_library", LIBRARIES)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_kernel_takes_arrays_of_every_library(
+    rng: np.random.Generator, make_library: Any, dtype: type[np.integer[Any]]
+) -> None:
+    library: Library = make_library()
+    if library.name == "jax" and dtype is np.int64:
+        pytest.skip("jax has no int64 unless told")
+    B, L, K = 5, 15, 64
+    check_build(
+        library,
+        make_log_probs(rng, "realistic", B, L, K),
+        make_token_ids(rng, B, L, K, dtype),
+        np.array([64, 0, 1, 33, 63], np.int32),
+        root_tokens=rng.integers(0, 99, B).astype(np.int32),
+        prefix_lengths=rng.integers(0, 99, B).astype(np.int32),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make_library", LIBRARIES)
+def test_kernel_makes_arrays_of_the_library_given(rng: np.random.Generator, make_library: Any) -> None:
+    library: Library = make_library()
+    log_probs, ids = make_log_probs(rng, "realistic", 2, 7, 8), make_token_ids(rng, 2, 7, 8)
+    given = library.put(log_probs), library.put(ids)
+    tree = numba_ddtree.build_tree(*given, 20)
+    for array in tree.arrays().values():
+        assert isinstance(array, type(given[0]))
+    assert_same_tree(library.get_tree(tree), build(log_probs, ids, 20))
+    assert_same_tree(tree.to_host(), build(log_probs, ids, 20))
+
+
+@pytest.mark.gpu
+def test_kernel_gives_bad_device_arrays_a_status(rng: np.random.Generator) -> None:
+    for L, K in ((2, 3), (15, 64), (64, 1024)):
+        log_probs, ids, budgets, prefixes = bad_draft(rng, L, K)
+        tree = check_build(numba_library(), log_probs, ids, budgets, prefix_lengths=prefixes, max_budget=5)
+        assert (tree.status[::2] == TreeStatus.OK).all()
+        assert (tree.num_nodes[1::2] == 1).all()
+
+
+@pytest.mark.gpu
+def test_kernel_validates_device_arrays_on_request(rng: np.random.Generator) -> None:
+    library = numba_library()
+    log_probs, ids, budgets, prefixes = bad_draft(rng, 4, 5)
+    for request in range(1, len(budgets), 2):
+        one = slice(request, request + 1)
+        given = library.put_all(
+            draft_log_probs=log_probs[one],
+            draft_token_ids=ids[one],
+            budget=budgets[one],
+            prefix_lengths=prefixes[one],
+        )
+        with pytest.raises(ArgumentError, match=r"^(draft_\w+|budget|prefix_lengths)\["):
+            numba_ddtree.build_tree(**given, max_budget=5, validate=True)
+
+
+@pytest.mark.gpu
+def test_kernel_repeats_to_the_bit(rng: np.random.Generator) -> None:
+    library = numba_library()
+    log_probs, ids = make_log_probs(rng, "ties", 33, 15, 64), make_token_ids(rng, 33, 15, 64)
+    first = check_build(library, log_probs, ids, 256)
+    given = library.put(log_probs), library.put(ids)
+    for _ in range(20):
+        assert_same_tree(library.get_tree(numba_ddtree.build_tree(*given, 256)), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["torch", "handle", "current"])
+def test_kernel_runs_on_the_callers_stream(rng: np.random.Generator, form: str) -> None:
+    log_probs, ids = make_log_probs(rng, "realistic", 8, 15, 64), make_token_ids(rng, 8, 15, 64)
+    with side_stream(form) as (torch, delayed_copy, options):
+        rows = delayed_copy(torch.from_numpy(log_probs))
+        tree = numba_ddtree.build_tree(rows, torch.from_numpy(ids).cuda(), 64, **options)
+    torch.cuda.synchronize()
+    got = {name: array.cpu().numpy() for name, array in tree.arrays().items()}
+    assert_same_tree(DraftTree(**got, max_depth=15), build(log_probs, ids, 64))
