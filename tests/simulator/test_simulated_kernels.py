@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -220,8 +221,8 @@ def test_attention_of_one_head_and_odd_widths(rng: np.random.Generator, device: 
 
 def test_attention_of_a_chain_past_one_word_of_bits(rng: np.random.Generator, device: Library) -> None:
     given = make_attention(rng, prefixes=[2], N=34, H=1, latent=4, rope=2)
-    object.__setattr__(given, "tree", link(np.arange(-1, 33, dtype=np.int32)[None], given.tree.token_ids))
-    check_attention(device, given)
+    chain = link(np.arange(-1, 33, dtype=np.int32)[None], given.tree.token_ids)
+    check_attention(device, replace(given, tree=chain))
 
 
 def test_attention_of_an_invalid_prefix_is_nan_for_that_request(
@@ -249,7 +250,7 @@ def test_attention_of_an_invalid_prefix_is_nan_for_that_request(
 
 def test_attention_reads_no_row_that_a_node_does_not_see(rng: np.random.Generator, device: Library) -> None:
     given = make_attention(rng, prefixes=[3], N=4, H=1)
-    object.__setattr__(given, "tree", link(np.array([[-1, 0, 0, 1]], np.int32), given.tree.token_ids))
+    given = replace(given, tree=link(np.array([[-1, 0, 0, 1]], np.int32), given.tree.token_ids))
     want = attend(device, given)
     given.ckv_cache[0, 3 + 2] = np.nan
     given.kpe_cache[0, 3 + 2] = np.nan

@@ -1,0 +1,101 @@
+"""Every kernel compiles for every architecture, without a device, and keeps to registers."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import re
+from typing import Any
+
+import pytest
+
+import numba_ddtree
+from numba_ddtree.launch import Kernel
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
+    pytest.skip("Numba's simulator compiles nothing", allow_module_level=True)
+
+ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0, "a"), "sm_100": (10, 0), "sm_120": (12, 0)}
+MAIN_ARCHITECTURE = "sm_90a"  # the one for which every signature is compiled
+
+
+def find_kernels() -> dict[str, Kernel]:
+    """Import every module of the package and collect its kernels."""
+    kernels = {}
+    for module in pkgutil.walk_packages(numba_ddtree.__path__, "numba_ddtree."):
+        if module.name.endswith("__main__"):
+            continue
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, Kernel):
+                kernels[value.name] = value
+    return kernels
+
+
+KERNELS = find_kernels()
+
+
+def cases() -> list[Any]:
+    found = []
+    for name, kernel in KERNELS.items():
+        for architecture in ARCHITECTURES:
+            signatures = kernel.signatures if architecture == MAIN_ARCHITECTURE else kernel.signatures[:1]
+            for index, _ in enumerate(signatures):
+                found.append(pytest.param(name, architecture, index, id=f"{name}-{architecture}-{index}"))
+    return found
+
+
+def link(code: bytes, architecture: str) -> str:
+    """Make machine code of LTO IR and return what ptxas says of it."""
+    nvjitlink = pytest.importorskip("cuda.bindings.nvjitlink", exc_type=ImportError)
+    options = [f"-arch={architecture}", "-lto", "-Xptxas=-v"]
+    handle = nvjitlink.create(len(options), options)
+    try:
+        nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, code, len(code), "kernel")
+        try:
+            nvjitlink.complete(handle)
+        finally:
+            log = bytearray(nvjitlink.get_info_log_size(handle))
+            nvjitlink.get_info_log(handle, log)
+        return log.decode(errors="replace")
+    finally:
+        nvjitlink.destroy(handle)
+
+
+def compile_to_lto_ir(kernel: Kernel, signature: str, architecture: str) -> bytes:
+    from numba.core.sigutils import normalize_signature
+
+    from numba_ddtree.cuda_target import cuda
+
+    types, _ = normalize_signature(signature)
+    try:
+        code, _ = cuda.compile(
+            kernel.function,
+            types,
+            device=False,
+            abi="numba",
+            cc=ARCHITECTURES[architecture],
+            launch_bounds=kernel.launch_bounds,
+            output="ltoir",
+        )
+    except Exception as error:
+        # What numba-cuda raises where libnvvm or libdevice is not installed; everything else is a fault.
+        if type(error).__name__ in ("NvvmSupportError", "DynamicLibNotFoundError"):
+            pytest.skip(f"the CUDA toolkit's libraries are missing (extra cu13): {error}")
+        raise
+    return bytes(code)
+
+
+def test_there_are_kernels() -> None:
+    assert {"build_tree_kernel", "accept_tree_kernel", "tree_links_kernel"} <= set(KERNELS)
+
+
+@pytest.mark.parametrize(("name", "architecture", "index"), cases())
+def test_kernel_compiles_without_spills(name: str, architecture: str, index: int) -> None:
+    kernel = KERNELS[name]
+    log = link(compile_to_lto_ir(kernel, kernel.signatures[index], architecture), architecture)
+    print(log)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert len(frames) == 1, "ptxas' report was not understood"
+    assert frames[0] == ("0", "0", "0"), "stack frame, spill stores, spill loads"
+    assert "wgmma" not in log, "ptxas warns that it serialised wgmma"
