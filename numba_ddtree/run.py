@@ -1,0 +1,278 @@
+"""The command line: check the kernels, run a round from a file, describe the environment.
+
+Nothing is imported up here that imports Numba, since the simulator has to be chosen before that, or that
+takes long, since ``--help`` should not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
+
+from numba_ddtree.errors import BackendError, DDTreeError
+
+if TYPE_CHECKING:
+    from numba_ddtree.check_results import CheckResult, OnResult, OnStart
+    from numba_ddtree.reporting import Reporter
+    from numba_ddtree.round_bundle import RoundBundle
+    from numba_ddtree.stages import Backend
+
+__all__ = ["main"]
+
+PROGRAM = "numba-ddtree"
+BACKENDS = ("auto", "cuda", "simulator", "numpy")
+SIMULATED_ROUND_SECONDS = 60
+
+EXIT_FAILED, EXIT_BAD_USE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
+
+Runner: TypeAlias = "Callable[[OnResult, OnStart], list[CheckResult]]"
+
+_DESCRIPTION = """\
+Draft trees for speculative decoding with MLA models, as Numba CUDA kernels.
+
+Without a command, `check` runs: every kernel on named inputs against its numpy reference. Without a CUDA
+device the kernels run in Numba's CUDA simulator, on small inputs, in less than a minute.
+"""
+
+_EPILOG = """\
+examples:
+  numba-ddtree
+  numba-ddtree check --backend numpy --json | jq '.[] | select(.passed | not)'
+  numba-ddtree round bundles/h64_p512_b8.kdtr --backend cuda --device 1
+  numba-ddtree env
+
+exit codes: 0 all passed; 1 a check failed; 2 wrong usage, a bad file, or no such device; 130 interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports wrong usage in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_USE, f"{self.prog}: {message} (see --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The arguments without the program's name; by default those of the process.
+
+    Returns
+    -------
+    int
+        The exit code, as ``--help`` lists them.
+    """
+    try:
+        try:
+            return _run(_parser().parse_args(arguments))
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a closed pipe can be handled
+    except BrokenPipeError:
+        return _leave_closed_pipe()
+    except (DDTreeError, OSError) as error:
+        print(f"{PROGRAM}:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_BAD_USE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "env":
+        return _run_env(options)
+    if options.command == "round":
+        return _run_round(options)
+    return _run_check(options)
+
+
+def _run_check(options: argparse.Namespace) -> int:
+    backend = _chosen_backend(options)
+
+    def run(on_result: OnResult, on_start: OnStart) -> list[CheckResult]:
+        from numba_ddtree.checks import run_checks
+
+        return run_checks(backend, options.seed, options.device, on_result, on_start)
+
+    return _report(options, run)
+
+
+def _run_round(options: argparse.Namespace) -> int:
+    from numba_ddtree.round_bundle import read_round
+
+    bundle = read_round(options.bundle)
+    backend = _chosen_backend(options, bundle)
+
+    def run(on_result: OnResult, on_start: OnStart) -> list[CheckResult]:
+        from numba_ddtree.round_checks import run_round
+
+        return run_round(bundle, backend, options.device, on_result, on_start)
+
+    return _report(options, run)
+
+
+def _run_env(options: argparse.Namespace) -> int:
+    from numba_ddtree.environment import collect_environment
+
+    environment = collect_environment()
+    if options.json:
+        print(json.dumps(environment.as_json(), indent=2))
+        return 0
+    lines = environment.lines()
+    width = max(len(label) for label, _ in lines)
+    for label, value in lines:
+        print(f"{label:{width}}  {value}")
+    return 0
+
+
+def _report(options: argparse.Namespace, run: Runner) -> int:
+    """Show results as they come, or all as JSON at the end; return the exit code."""
+    from numba_ddtree.reporting import Reporter
+
+    reporter = Reporter(results_to_stderr=options.json)
+    code = 0
+    try:
+        with reporter:
+            run(reporter.show, reporter.start)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if options.json:
+        print(json.dumps([result.as_json() for result in reporter.results], indent=2))
+    reporter.summarise(interrupted=code == EXIT_INTERRUPTED)
+    return code or (EXIT_FAILED if _failures(reporter) else 0)
+
+
+def _failures(reporter: Reporter) -> int:
+    return sum(not result.passed for result in reporter.results)
+
+
+def _chosen_backend(options: argparse.Namespace, bundle: RoundBundle | None = None) -> Backend:
+    """Settle the backend and the device, before anything imports Numba."""
+    backend: Backend = options.backend
+    notice = None
+    if options.backend == "auto":
+        backend, notice = _automatic_backend(bundle)
+    _check_device(backend, options.device)
+    if notice is not None:
+        print(f"{PROGRAM}: {notice}", file=sys.stderr)
+    _choose_simulator(backend == "simulator")
+    return backend
+
+
+def _automatic_backend(bundle: RoundBundle | None) -> tuple[Backend, str | None]:
+    """Choose a device, or else the simulator, or else, for a large round, the references; say why."""
+    from numba_ddtree.environment import choose_backend
+
+    backend, reason = choose_backend()
+    if backend == "cuda":
+        return backend, None
+    if bundle is None:
+        return backend, f"running the kernels in Numba's CUDA simulator on small inputs ({reason})"
+    seconds = bundle.inputs.simulator_seconds
+    if seconds < SIMULATED_ROUND_SECONDS:
+        return backend, f"running the kernels in Numba's CUDA simulator ({reason})"
+    return "numpy", f"running the numpy references; the simulator would need some {seconds:.0f} s ({reason})"
+
+
+def _check_device(backend: Backend, device: int) -> None:
+    if backend == "cuda":
+        from numba_ddtree.environment import find_devices
+
+        devices, fault = find_devices()
+        if fault is not None:
+            raise BackendError(f"no CUDA device: {fault}")
+        if device >= len(devices):
+            raise BackendError(f"no CUDA device {device}: there are {len(devices)}, counted from 0")
+    elif device != 0:
+        raise BackendError(f"no CUDA device {device}: the {backend} backend uses none")
+
+
+def _choose_simulator(wanted: bool) -> None:
+    """Choose between Numba's CUDA target and its simulator, which only its first import can."""
+    from numba_ddtree.environment import SIMULATOR_VARIABLE
+
+    os.environ[SIMULATOR_VARIABLE] = "1" if wanted else "0"
+    from numba_ddtree.cuda_target import SIMULATED
+
+    if wanted != SIMULATED:
+        raise BackendError("Numba was imported before the backend was chosen; start a new process")
+
+
+def _leave_closed_pipe() -> int:
+    """Give the reader's absence an exit code, and Python nothing left to flush into the closed pipe."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_CLOSED_PIPE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM,
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_options(parser, ("json", "seed", "device", "backend"))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+
+    check = commands.add_parser(
+        "check",
+        help="compare every kernel with its reference (the default)",
+        description="Compare every kernel with its numpy reference on named, seeded inputs; with --backend "
+        "numpy, compare the references with trees that the original implementation gave.",
+    )
+    _add_options(check, ("json", "seed", "device", "backend"))
+
+    round_parser = commands.add_parser(
+        "round",
+        help="run a round whose inputs are in a file",
+        description="Build the trees, attend and accept on the inputs in a KDTR bundle; compare with the "
+        "results that it holds and, for kernels, with the references. numba_ddtree/round_bundle.py lists the "
+        "tensors; tools/make_bundles.py writes such bundles.",
+    )
+    round_parser.add_argument("bundle", type=Path, metavar="BUNDLE.kdtr", help="the file")
+    _add_options(round_parser, ("json", "device", "backend"))
+
+    env = commands.add_parser(
+        "env",
+        help="print what a bug report needs",
+        description="Print versions, driver, devices, toolkit libraries and the backend that auto chooses.",
+    )
+    _add_options(env, ("json",))
+    parser.set_defaults(command="check", json=False, seed=0, device=0, backend="auto")
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """Add options that may stand before and after the command.
+
+    They have no default here: a default of the command's parser would undo what stood before it.
+    """
+    settings = {
+        "json": {"action": "store_true", "help": "pure JSON on stdout, everything else on stderr"},
+        "seed": {"type": _count, "metavar": "N", "help": "seed of the inputs (default: 0)"},
+        "device": {"type": _count, "metavar": "N", "help": "the CUDA device (default: 0)"},
+        "backend": {
+            "choices": BACKENDS,
+            "help": "what runs: the kernels on a device, the kernels in Numba's simulator, or the numpy "
+            "references; auto (the default) takes a device or else the simulator",
+        },
+    }
+    for name in names:
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **settings[name])  # type: ignore[arg-type]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

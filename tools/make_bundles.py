@@ -1,0 +1,105 @@
+"""Write the reference bundles: the inputs of named rounds and the numpy references' results."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from numba_ddtree.bundle import write_bundle
+from numba_ddtree.cases import ACCEPT_CASES, ATTENTION_CASES, TREE_CASES, AttentionCase, TreeCase
+from numba_ddtree.errors import DDTreeError
+from numba_ddtree.round_bundle import reference_results, round_tensors
+
+_EXIT_BAD_INPUT = 2
+
+_EPILOG = """\
+There is a bundle for every tree, acceptance and attention case of numba_ddtree/cases.py, and for every
+attention case in the size that Numba's CUDA simulator can run. numba_ddtree/round_bundle.py lists the
+tensors; `numba-ddtree round` runs a bundle. Equal seeds give equal bytes, with the same numpy and machine.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports wrong usage in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_EXIT_BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tool.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The command line without the program's name; by default that of the process.
+
+    Returns
+    -------
+    int
+        The exit code: 0, or 2 for wrong usage or a folder that cannot be written.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for case in _cases(options.names):
+            path = options.out / f"{case.name}.kdtr"
+            _write(path, case, options.seed)
+            print(f"{path}  {path.stat().st_size:,} bytes  {case.size}")
+    except (DDTreeError, OSError) as error:
+        print("make_bundles:", " ".join(str(error).split()), file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    return 0
+
+
+def _all_cases() -> dict[str, TreeCase | AttentionCase]:
+    trees: dict[str, TreeCase | AttentionCase] = {case.name: case for case in (*TREE_CASES, *ACCEPT_CASES)}
+    simulated = [case.shrunk() for case in ATTENTION_CASES]
+    return trees | {case.name: case for case in (*ATTENTION_CASES, *simulated)}
+
+
+def _cases(names: Sequence[str]) -> list[TreeCase | AttentionCase]:
+    cases = _all_cases()
+    return [cases[name] for name in names] if names else list(cases.values())
+
+
+def _write(path: Path, case: TreeCase | AttentionCase, seed: int) -> None:
+    inputs = case.inputs(seed)
+    tensors = round_tensors(inputs, reference_results(inputs))
+    write_bundle(path, tensors, {"case": case.name, "size": inputs.size, "seed": seed})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="make_bundles.py",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "names", nargs="*", type=_case_name, metavar="CASE", help="only these cases (default: all)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("bundles"), metavar="DIR", help="the folder (default: bundles)"
+    )
+    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the inputs (default: 0)")
+    return parser
+
+
+def _case_name(text: str) -> str:
+    if text not in _all_cases():
+        raise argparse.ArgumentTypeError(f"no case {text!r}; there are {', '.join(_all_cases())}")
+    return text
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
