@@ -56,13 +56,15 @@ def placement_of(name: str, array: Any) -> Placement:
     """Say where one array lives."""
     library = type(array).__module__.partition(".")[0]
     library = {"jaxlib": "jax"}.get(library, library)
-    dlpack_device = getattr(array, "__dlpack_device__", None)
+    # The simulator's device arrays pass numpy's DLPack on as their own.
+    is_numba = hasattr(array, "__cuda_ndarray__")
+    dlpack_device = None if is_numba else getattr(array, "__dlpack_device__", None)
     if dlpack_device is not None:
         kind, index = dlpack_device()
         if int(kind) not in _DLPACK_CUDA:
             return HOST
         return Placement(library if library in ("torch", "cupy", "jax") else "numba", int(index))
-    if hasattr(array, "__cuda_ndarray__") or hasattr(array, "__cuda_array_interface__"):
+    if is_numba or hasattr(array, "__cuda_array_interface__"):
         return Placement("numba", _device_view(name, array)[1])
     return HOST
 
@@ -125,12 +127,15 @@ def _device_view(name: str, array: Any) -> tuple[Any, int]:
         return array, 0
     from cuda.core.utils import StridedMemoryView
 
+    # -1: the caller orders the streams, so nothing is synchronised here. jax has no way to say that;
+    # it makes the default stream (1) wait for the array.
+    stream = 1 if type(array).__module__.startswith("jax") else -1
     try:
-        # -1: the caller orders the streams, so nothing is synchronised here.
-        memory = StridedMemoryView.from_any_interface(array, stream_ptr=-1)
+        memory = StridedMemoryView.from_any_interface(array, stream_ptr=stream)
         dtype = np.dtype(memory.dtype)
     except (BufferError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise ArgumentError(name, f"{type(array).__name__} ({error})", "an array of a dtype of numpy") from error
+        got = f"{type(array).__name__} ({error})"
+        raise ArgumentError(name, got, "an array of a dtype that numpy has") from error
     strides = memory.strides
     interface = {
         "shape": tuple(memory.shape),
@@ -143,11 +148,18 @@ def _device_view(name: str, array: Any) -> tuple[Any, int]:
         return cuda.as_cuda_array(_DeviceMemory(array, interface), sync=False), memory.device_id
 
 
+def device_memory(array: Any) -> Any:
+    """Return a Numba device array in a form whose interface names no stream."""
+    interface = {key: value for key, value in array.__cuda_array_interface__.items() if key != "stream"}
+    return _DeviceMemory(array, interface)
+
+
 def to_host(name: str, array: Any) -> NDArray[Any]:
     """Copy an array to numpy; synchronises when it is on a device."""
     placement, views = gather(**{name: array})
     view = views[name]
-    return np.array(view) if placement.on_host else view.copy_to_host()  # type: ignore[no-any-return]
+    host: NDArray[Any] = np.array(view) if placement.on_host else view.copy_to_host()
+    return host
 
 
 def copy_to_outputs(arrays: dict[str, NDArray[Any]], outputs: dict[str, Any]) -> None:

@@ -12,10 +12,20 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import cuda as _target
-from numba import float32, float64, int32, int64, uint32
+from numba import float32, float64, int32, int64, uint32, uint64
 from numba.cuda.core import config
 
-__all__ = ["SIMULATED", "cuda", "device_function", "float32", "float64", "int32", "int64", "uint32"]
+__all__ = [
+    "SIMULATED",
+    "cuda",
+    "device_function",
+    "float32",
+    "float64",
+    "int32",
+    "int64",
+    "uint32",
+    "uint64",
+]
 
 SIMULATED: bool = bool(config.ENABLE_CUDASIM)
 

@@ -14,6 +14,15 @@ DEFAULT_SHARED_BYTES = 48 * 1024
 SIMULATOR_THREADS = 32
 
 
+def block_threads(threads: int) -> int:
+    """Threads a block: as given, or a single warp in the simulator, where each is a Python thread.
+
+    A kernel strides by this constant; by `blockDim` it would compute every loop's length by a
+    64-bit division.
+    """
+    return SIMULATOR_THREADS if SIMULATED else threads
+
+
 class Kernel:
     """A CUDA kernel and what is known of it before it runs.
 
@@ -24,17 +33,26 @@ class Kernel:
     signatures : tuple of str
         The Numba signatures that public functions launch it with; the compile test builds each.
     threads : int
-        Threads a block; the compiler is told, so that registers fit.
+        Threads a block, from `block_threads`; the compiler is told, so that registers fit.
+    blocks_per_processor : int
+        Blocks that registers are to leave room for on one multiprocessor.
     """
 
-    def __init__(self, function: Callable[..., None], signatures: tuple[str, ...], threads: int) -> None:
+    def __init__(
+        self,
+        function: Callable[..., None],
+        signatures: tuple[str, ...],
+        threads: int,
+        blocks_per_processor: int = 1,
+    ) -> None:
         self.function = function
         self.signatures = signatures
-        self.threads = SIMULATOR_THREADS if SIMULATED else threads
-        self.launch_bounds = threads
-        options = {} if SIMULATED else {"launch_bounds": threads}
+        self.threads = threads
+        self.launch_bounds = threads, blocks_per_processor
+        options = {} if SIMULATED else {"launch_bounds": self.launch_bounds}
         self._dispatcher = cuda.jit(**options)(function)
-        self._raised: dict[Any, int] = {}
+        self._overloads: dict[Any, Any] = {}  # by types and device
+        self._shared_limits: dict[Any, int] = {}  # by overload and device
 
     @property
     def name(self) -> str:
@@ -49,7 +67,7 @@ class Kernel:
         blocks : int
             Blocks, all along x, whose limit is 2^31 - 1.
         *arguments
-            Numba device arrays and numpy scalars.
+            Numba device arrays and numpy scalars, of one of the signatures.
         stream
             A stream in Numba's form.
         shared_bytes : int
@@ -57,20 +75,31 @@ class Kernel:
         """
         if blocks == 0:
             return
-        if not SIMULATED and shared_bytes > DEFAULT_SHARED_BYTES:
-            self._raise_shared_limit(arguments, shared_bytes)
-        with _quick_thread_switches() if SIMULATED else _toolkit_errors():
-            self._dispatcher[blocks, self.threads, stream, shared_bytes](*arguments)
+        if SIMULATED:
+            with _quick_thread_switches():
+                self._dispatcher[blocks, self.threads, stream, shared_bytes](*arguments)
+            return
+        compiled = self._compiled(arguments)
+        self._raise_shared_limit(compiled, shared_bytes)
+        # The compiled kernel's own launch: the dispatcher would warn of every grid below 128 blocks.
+        compiled.launch(arguments, (blocks, 1, 1), (self.threads, 1, 1), stream, shared_bytes)
 
-    def _raise_shared_limit(self, arguments: tuple[Any, ...], shared_bytes: int) -> None:
+    def _compiled(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the kernel for these types on the current device, compiled at the first call."""
+        types = tuple(self._dispatcher.typeof_pyval(argument) for argument in arguments)
+        key = types, cuda.get_current_device().id
+        if key not in self._overloads:
+            with _toolkit_errors():
+                self._overloads[key] = self._dispatcher.compile(types)
+        return self._overloads[key]
+
+    def _raise_shared_limit(self, compiled: Any, shared_bytes: int) -> None:
         """Opt in to more than 48 KB, which CUDA asks for kernel by kernel and device by device."""
         from cuda.bindings import driver
 
-        types = tuple(self._dispatcher.typeof_pyval(argument) for argument in arguments)
         device = cuda.get_current_device().id
-        if self._raised.get((types, device), 0) >= shared_bytes:
+        if shared_bytes <= self._shared_limits.get((compiled, device), DEFAULT_SHARED_BYTES):
             return
-        compiled = self._dispatcher.compile(types)
         (fault,) = driver.cuKernelSetAttribute(
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
             shared_bytes,
@@ -78,8 +107,8 @@ class Kernel:
             device,
         )
         if fault != driver.CUresult.CUDA_SUCCESS:
-            raise BackendError(f"{self.name}: the driver refused {shared_bytes} bytes of shared memory: {fault}")
-        self._raised[types, device] = shared_bytes
+            raise BackendError(f"{self.name}: {shared_bytes} bytes of shared memory were refused: {fault}")
+        self._shared_limits[compiled, device] = shared_bytes
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_ddtree.arrays import Placement, StreamLike, check_output, dtype_name, gather
+from numba_ddtree.arrays import Placement, StreamLike, check_output, device_memory, dtype_name, gather
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.devices import device_context, numba_stream, require_device, stream_handle
 from numba_ddtree.errors import ArgumentError
@@ -79,6 +79,18 @@ class Transfer:
         self._results[name] = out, view
         return view
 
+    def outputs(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        dtypes: dict[str, type[np.generic]],
+        out: Any = None,
+    ) -> list[Any]:
+        """Return several results as `output` does; `out` has the caller's own as attributes."""
+        return [
+            self.output(name, shape, dtypes[name], None if out is None else getattr(out, name))
+            for name, shape in shapes.items()
+        ]
+
     def results(self) -> dict[str, Any]:
         """Return the results in the caller's kind of array, after the kernels were launched."""
         if self._placement.on_host:
@@ -124,5 +136,6 @@ class Transfer:
             return array
         import jax.numpy
 
+        # Copied, since jax would not keep the memory of another library alive.
         self.stream.synchronize()
-        return jax.numpy.asarray(array)
+        return jax.numpy.array(device_memory(array), copy=True).block_until_ready()

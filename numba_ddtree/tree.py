@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import numpy as np
-
 from numpy.typing import NDArray
 
 from numba_ddtree.arrays import (
@@ -227,7 +226,8 @@ def check_tree(arrays: dict[str, Any], *, max_depth: int, values: bool) -> None:
         check_array(f"tree.{name}", arrays[name], (TREE_DTYPES[name],), **dict(labels))
     check_count("tree.max_depth", max_depth, 0, np.iinfo(np.int32).max)
     if values:
-        check_parents("tree.parents", to_host("parents", arrays["parents"]), to_host("num_nodes", arrays["num_nodes"]))
+        parents, num_nodes = (to_host(name, arrays[name]) for name in ("parents", "num_nodes"))
+        check_parents("tree.parents", parents, num_nodes)
 
 
 def check_parents(name: str, parents: NDArray[np.int32], num_nodes: NDArray[np.int32]) -> None:

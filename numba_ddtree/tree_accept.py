@@ -6,19 +6,17 @@ node the earliest wins. The walk itself is then a chain of look-ups in shared me
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from numba_ddtree.arrays import TOKEN_DTYPES, StreamLike, check_array, copy_to_outputs, gather
 from numba_ddtree.cuda_target import cuda, int32
 from numba_ddtree.devices import use_reference
-from numba_ddtree.launch import Kernel
+from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import tree_accept as reference
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import AcceptResult, Array, DraftTree, check_tree
 
-THREADS = 128
+THREADS = block_threads(128)
 NO_CHILD = np.iinfo(np.int32).max
 
 
@@ -35,10 +33,10 @@ def accept_tree_kernel(  # type: ignore[no-untyped-def]
     thread = cuda.threadIdx.x
     count = min(num_nodes[request], int32(token_ids.shape[1]))
     s_next = cuda.shared.array(0, int32)  # [N]: the child that the target's token leads to
-    for node in range(thread, count, cuda.blockDim.x):
+    for node in range(thread, count, THREADS):
         s_next[node] = NO_CHILD
     cuda.syncthreads()
-    for node in range(thread + 1, count, cuda.blockDim.x):
+    for node in range(thread + 1, count, THREADS):
         parent = parents[request, node]
         # An earlier parent is what keeps the walk finite, whatever the caller's tree holds.
         if 0 <= parent < node and token_ids[request, node] == target_tokens[request, parent]:
@@ -62,7 +60,8 @@ def accept_tree_kernel(  # type: ignore[no-untyped-def]
 ACCEPT_TREE = Kernel(
     accept_tree_kernel,
     tuple(
-        f"void(int32[:, ::1], int32[:, ::1], int32[::1], {tokens}[:, ::1], int32[:, ::1], int32[::1], int32[::1])"
+        f"void(int32[:, ::1], int32[:, ::1], int32[::1], {tokens}[:, ::1], "
+        "int32[:, ::1], int32[::1], int32[::1])"
         for tokens in ("int32", "int64")
     ),
     THREADS,
@@ -130,10 +129,7 @@ def accept_tree(
         "bonus_token": (batch,),
     }
     with Transfer(placement, stream) as transfer:
-        outputs: list[Any] = [
-            transfer.output(name, shape, np.int32, None if out is None else getattr(out, name))
-            for name, shape in shapes.items()
-        ]
+        outputs = transfer.outputs(shapes, dict.fromkeys(shapes, np.int32), out)
         ACCEPT_TREE.launch(
             batch,
             *(transfer.input(views[name]) for name in ("token_ids", "parents", "num_nodes")),

@@ -9,7 +9,7 @@ at again.
 
 Order is the heap's: score (float64, one rounded addition a node) falling, then the tuple of ranks
 rising. Offers whose scores are equal to the bit are told apart by their paths' bit strings
-(`numba_ddtree.device.bits.rank_code_word`).
+(`numba_ddtree.device.bits.rank_code`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from numba_ddtree.cuda_target import cuda, device_function, float32, float64, in
 from numba_ddtree.device.bits import (
     PATH_WORDS,
     order_key,
+    placed_code,
+    rank_code,
     rank_code_length,
-    rank_code_word,
     score_of,
     write_ancestor_bits,
 )
 from numba_ddtree.device.warp import LANES, warp_ballot, warp_broadcast, warp_max, warp_sync
 from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.launch import Kernel
+from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import tree_build as reference
 from numba_ddtree.status import TreeStatus
 from numba_ddtree.transfer import Transfer
@@ -53,7 +54,7 @@ MAX_BUDGET = 1024
 MAX_DEPTH = 64
 MAX_TOKEN = np.iinfo(np.int32).max
 
-THREADS = 256
+THREADS = block_threads(256)
 NO_OFFER = np.int64(-(2**63))  # below the key of every finite score
 # A tree of N slots takes 15 words of shared memory a slot; what is left of this, which every device
 # has and which leaves room for a second block on most, holds the first ranks of each row.
@@ -66,8 +67,8 @@ NAN_FLAG, INVALID_FLAG, COUNT_WORD = range(3)
 @device_function
 def offer_word(s_path, s_path_bits, s_offer_rank, slot, word):  # type: ignore[no-untyped-def]
     """Word of the bit string of an offer: its parent's path, then the offered rank."""
-    path = s_path[word * s_path_bits.shape[0] + slot]
-    return uint32(path | uint32(rank_code_word(s_offer_rank[slot], s_path_bits[slot], word)))
+    path = s_path[uint32(word * s_path_bits.shape[0] + slot)]
+    return uint32(path | placed_code(rank_code(s_offer_rank[slot]), s_path_bits[slot], word))
 
 
 @device_function
@@ -83,32 +84,30 @@ def offer_precedes(s_path, s_path_bits, s_offer_rank, s_depth, left, right):  # 
 
 @device_function
 def best_lane(key, slot, s_path, s_path_bits, s_offer_rank, s_depth):  # type: ignore[no-untyped-def]
-    """Lane whose offer comes first, or -1 where no lane has one; the whole warp takes part."""
+    """Lane whose offer comes first; the whole warp takes part. Any lane, where none has an offer."""
     # The top bit is flipped so that unsigned comparison orders signed keys.
-    high = uint32(key >> int64(32)) ^ uint32(0x80000000)
+    high = uint32(uint32(key >> int64(32)) ^ uint32(0x80000000))
     best = warp_max(high)
-    if best == uint32(0):
-        return int32(-1)
     tied = high == best
     lanes = warp_ballot(tied)
-    if cuda.popc(lanes) > 1:
+    if best != uint32(0) and cuda.popc(lanes) > 1:
         low = uint32(key & int64(0xFFFFFFFF)) if tied else uint32(0)
         best = warp_max(low)
         tied = tied and low == best
         lanes = warp_ballot(tied)
-    if cuda.popc(lanes) > 1:
-        for word in range(PATH_WORDS):
-            # Inverted, so that the smallest path is the maximum and lanes out of the race are zero.
-            path = uint32(0)
+        if cuda.popc(lanes) > 1:
+            for word in range(PATH_WORDS):
+                # Inverted, so that the smallest path is the maximum and lanes out of the race are 0.
+                path = uint32(0)
+                if tied:
+                    path = uint32(~offer_word(s_path, s_path_bits, s_offer_rank, slot, word))
+                best = warp_max(path)
+                tied = tied and path == best
+            shallow = uint32(0)
             if tied:
-                path = uint32(~offer_word(s_path, s_path_bits, s_offer_rank, slot, word))
-            best = warp_max(path)
-            tied = tied and path == best
-        shallow = uint32(0)
-        if tied:
-            shallow = uint32(MAX_DEPTH + 1 - s_depth[slot])
-        best = warp_max(shallow)
-        lanes = warp_ballot(tied and shallow == best)
+                shallow = uint32(MAX_DEPTH + 1 - s_depth[slot])
+            best = warp_max(shallow)
+            lanes = warp_ballot(tied and shallow == best)
     return int32(cuda.ffs(int32(lanes)) - 1)
 
 
@@ -117,7 +116,7 @@ def child_key(score, row, rank, log_probs, request, s_log_probs, staged):  # typ
     """Key of a node's child of a given rank, or ``NO_OFFER`` where there is none of probability > 0."""
     if row >= log_probs.shape[1] or rank >= log_probs.shape[2]:
         return NO_OFFER
-    log_prob = s_log_probs[row * staged + rank] if rank < staged else log_probs[request, row, rank]
+    log_prob = s_log_probs[uint32(row * staged + rank)] if rank < staged else log_probs[request, row, rank]
     return NO_OFFER if log_prob == float32(-np.inf) else order_key(score + float64(log_prob))
 
 
@@ -125,7 +124,7 @@ def child_key(score, row, rank, log_probs, request, s_log_probs, staged):  # typ
 def stage_log_probs(log_probs, request, s_log_probs, staged, s_flags):  # type: ignore[no-untyped-def]
     """Check a request's log-probs and copy the first ranks of each row; a row a warp."""
     lane = cuda.threadIdx.x % LANES
-    for row in range(cuda.threadIdx.x // LANES, log_probs.shape[1], cuda.blockDim.x // LANES):
+    for row in range(cuda.threadIdx.x // LANES, log_probs.shape[1], THREADS // LANES):
         for rank in range(lane, log_probs.shape[2], LANES):
             value = log_probs[request, row, rank]
             if rank < staged:
@@ -179,7 +178,7 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
 
     budget = budgets[request] if budgets.shape[0] > 0 else default_budget
     prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
-    for slot in range(thread, stride, cuda.blockDim.x):
+    for slot in range(thread, stride, THREADS):
         s_offer[slot] = NO_OFFER
         s_first_child[slot] = -1
         s_next_sibling[slot] = -1
@@ -199,90 +198,95 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
     elif log_probs[request, 0, 0] == float32(-np.inf):
         code = int32(TreeStatus.NO_CANDIDATE)
 
-    count = int32(1)
     if thread < LANES:
-        if thread == 0:
-            s_score[0] = 0.0
-            s_parent[0] = -1
-            s_depth[0] = 0
-            s_rank[0] = 0
-            s_offer_rank[0] = 0
-            s_path_bits[0] = 0
-            for word in range(PATH_WORDS):
-                s_path[word * stride] = uint32(0)
+        taken: Any = uint32(1)
+        s_score[0] = 0.0
+        s_parent[0] = -1
+        s_depth[0] = 0
+        s_rank[0] = 0
+        s_offer_rank[0] = 0
+        s_path_bits[0] = 0
+        for word in range(PATH_WORDS):
+            s_path[word * stride] = uint32(0)
+        best_key = NO_OFFER  # of the lane's group of 32 offers
+        best_slot = uint32(0)
         if code == int32(TreeStatus.OK) and budget > 0:
-            best_key = NO_OFFER  # of the lane's group of 32 offers
-            best_slot = int32(0)
+            root_child = child_key(0.0, uint32(0), uint32(0), log_probs, request, s_log_probs, staged)
+            s_offer[0] = root_child
             if thread == 0:
-                best_key = child_key(0.0, 0, 0, log_probs, request, s_log_probs, staged)
-                s_offer[0] = best_key
+                best_key = root_child
+        warp_sync()
+        # Every lane does the same with the chosen offer, so that none waits for another; what differs
+        # is the word of the path that it writes.
+        path_word = uint32(min(thread, PATH_WORDS - 1))
+        while True:
+            lane = best_lane(best_key, best_slot, s_path, s_path_bits, s_offer_rank, s_depth)
+            slot = uint32(warp_broadcast(int32(best_slot), lane))
+            key = s_offer[slot]
+            if key == NO_OFFER or taken > budget:
+                break
+            node = taken
+            depth = uint32(s_depth[slot])
+            rank = uint32(s_offer_rank[slot])
+            path_bits = s_path_bits[slot]
+            path = s_path[uint32(path_word * stride + slot)]
+            elder = uint32(s_last_child[slot])
+            group_slot = uint32((slot & uint32(0xFFFFFFE0)) + uint32(thread))
+            group_key = s_offer[group_slot]
+            score = score_of(key)
+            next_rank = uint32(rank + uint32(1))
+            sibling = child_key(s_score[slot], depth, next_rank, log_probs, request, s_log_probs, staged)
+            child = child_key(
+                score, uint32(depth + uint32(1)), uint32(0), log_probs, request, s_log_probs, staged
+            )
+            warp_sync()  # all have read what now changes
+            taken = uint32(taken + uint32(1))
+            s_score[node] = score
+            s_parent[node] = int32(slot)
+            s_depth[node] = int32(depth + uint32(1))
+            s_rank[node] = int32(rank)
+            s_offer_rank[node] = 0
+            s_offer_rank[slot] = int32(next_rank)
+            s_offer[node] = child
+            s_offer[slot] = sibling
+            s_path[uint32(path_word * stride + node)] = uint32(
+                path | placed_code(rank_code(rank), path_bits, path_word)
+            )
+            s_path_bits[node] = path_bits + rank_code_length(rank)
+            if rank == uint32(0):
+                s_first_child[slot] = int32(node)
+            else:
+                s_next_sibling[elder] = int32(node)
+            s_last_child[slot] = int32(node)
             warp_sync()
-            while True:
-                lane = best_lane(best_key, best_slot, s_path, s_path_bits, s_offer_rank, s_depth)
-                if lane < 0:
-                    break
-                slot = warp_broadcast(best_slot, lane)
-                node = count
-                count = int32(count + 1)
-                score = score_of(s_offer[slot])
-                depth = s_depth[slot]
-                rank = s_offer_rank[slot]
-                if thread == 0:
-                    s_score[node] = score
-                    s_parent[node] = slot
-                    s_depth[node] = depth + 1
-                    s_rank[node] = rank
-                    s_offer_rank[node] = 0
-                    if rank == 0:
-                        s_first_child[slot] = node
-                    else:
-                        s_next_sibling[s_last_child[slot]] = node
-                    s_last_child[slot] = node
-                if thread < PATH_WORDS:
-                    s_path[thread * stride + node] = offer_word(s_path, s_path_bits, s_offer_rank, slot, thread)
-                    if thread == 0:
-                        s_path_bits[node] = s_path_bits[slot] + rank_code_length(rank)
-                if node == budget:
-                    break
-                sibling = child_key(s_score[slot], depth, rank + 1, log_probs, request, s_log_probs, staged)
-                child = child_key(score, depth + 1, 0, log_probs, request, s_log_probs, staged)
-                warp_sync()
-                if thread == 0:
-                    s_offer[slot] = sibling
-                    s_offer_rank[slot] = rank + 1
-                    s_offer[node] = child
-                warp_sync()
-                group = slot // LANES
-                group_slot = int32(group * LANES + thread)
-                group_key = s_offer[group_slot]
-                lane = best_lane(group_key, group_slot, s_path, s_path_bits, s_offer_rank, s_depth)
-                if lane < 0:
-                    if thread == group:
-                        best_key = NO_OFFER
-                else:
-                    group_slot = warp_broadcast(group_slot, lane)
-                    if thread == group:
-                        best_slot = group_slot
-                        best_key = s_offer[group_slot]
-                # The new node's group gained one offer, which the refresh above has seen if it is the
-                # same group.
-                if thread == node // LANES and thread != group and (
-                    child > best_key
-                    or (
-                        child == best_key
-                        and child != NO_OFFER
-                        and offer_precedes(s_path, s_path_bits, s_offer_rank, s_depth, node, best_slot)
-                    )
-                ):
-                    best_key = child
-                    best_slot = node
+            if group_slot == slot:
+                group_key = sibling
+            if group_slot == node:
+                group_key = child
+            lane = best_lane(group_key, group_slot, s_path, s_path_bits, s_offer_rank, s_depth)
+            group_best = uint32((slot & uint32(0xFFFFFFE0)) + uint32(lane))
+            if thread == slot // uint32(LANES):
+                best_slot = group_best
+                best_key = s_offer[group_best]
+            # The new node's group gained one offer, which was seen just now if it is the same group.
+            if thread == node // uint32(LANES) and (
+                child > best_key
+                or (
+                    child == best_key
+                    and child != NO_OFFER
+                    and best_slot != node
+                    and offer_precedes(s_path, s_path_bits, s_offer_rank, s_depth, node, best_slot)
+                )
+            ):
+                best_key = child
+                best_slot = node
         if thread == 0:
-            s_flags[COUNT_WORD] = count
+            s_flags[COUNT_WORD] = int32(taken)
     cuda.syncthreads()
     count = s_flags[COUNT_WORD]
 
     # The rank of a node gives way to its token, so that a bad one is known before anything is written.
-    for node in range(thread + 1, count, cuda.blockDim.x):
+    for node in range(thread + 1, count, THREADS):
         token = candidate_ids[request, s_depth[node] - 1, s_rank[node]]
         if token < 0 or token > MAX_TOKEN:
             s_flags[INVALID_FLAG] = 1
@@ -302,7 +306,7 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
             s_first_child[0] = -1
     cuda.syncthreads()
     base = max(prefix, int32(0))
-    for slot in range(thread, slots, cuda.blockDim.x):
+    for slot in range(thread, slots, THREADS):
         used = slot < count
         token_ids[request, slot] = s_rank[slot] if used else 0
         parents[request, slot] = s_parent[slot] if used else -1
@@ -310,14 +314,15 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
         positions[request, slot] = base + (s_depth[slot] if used else 0)
         first_child[request, slot] = s_first_child[slot] if used else -1
         next_sibling[request, slot] = s_next_sibling[slot] if used else -1
-    write_ancestor_bits(ancestor_bits, request, s_parent, count)
+    write_ancestor_bits(ancestor_bits, request, s_parent, count, THREADS)
 
 
 _TREE = ", ".join(["int32[:, ::1]"] * 6 + ["uint32[:, :, ::1]"] + ["int32[::1]"] * 2)
 BUILD_TREE = Kernel(
     build_tree_kernel,
     tuple(
-        f"void(float32[:, :, ::1], {ids}[:, :, ::1], int32[::1], int32[::1], int32[::1], int32, int32, {_TREE})"
+        f"void(float32[:, :, ::1], {ids}[:, :, ::1], int32[::1], int32[::1], int32[::1], "
+        f"int32, int32, {_TREE})"
         for ids in ("int32", "int64")
     ),
     THREADS,
@@ -398,9 +403,10 @@ def build_tree(
     runs_reference = use_reference(backend, placement)
     if placement.on_host or validate:
         host = _host_inputs(views, default_budget)
-        _check_values(*host, max_budget)
+        _check_values(max_budget, *host)
         if runs_reference:
-            tree = DraftTree(*reference.build_tree(*host, max_budget), max_depth=host[0].shape[1])
+            arrays = reference.build_tree(*host, max_budget)
+            tree = DraftTree(**arrays._asdict(), max_depth=host[0].shape[1])
             return tree if out is None else tree.copy_to(out)
     return _launch(placement, views, default_budget, max_budget, out, stream)
 
@@ -444,25 +450,26 @@ def _host_inputs(views: dict[str, Any], default_budget: int) -> tuple[NDArray[An
 
 
 def _check_values(
+    max_budget: int,
     log_probs: NDArray[np.float32],
     candidate_ids: NDArray[Any],
     budgets: NDArray[np.int32],
     root_tokens: NDArray[np.int32],
     prefix_lengths: NDArray[np.int32],
-    max_budget: int,
 ) -> None:
     """Raise for the first value that would end in a bad status."""
-    limit = f"a number from 0 to {max_budget}"
+    is_token = (candidate_ids >= 0) & (candidate_ids <= MAX_TOKEN)
+    longest = MAX_TOKEN - MAX_DEPTH
     rules = (
         ("draft_log_probs", log_probs, np.isnan(log_probs), "a number, not NaN"),
         ("draft_log_probs", log_probs, log_probs == np.inf, "a log-probability, not infinity"),
-        ("draft_log_probs", log_probs, _rises(log_probs), "at most the value before: rows are sorted, best first"),
-        ("draft_log_probs", log_probs, _is_first_empty(log_probs), "a candidate of probability above zero"),
-        ("draft_token_ids", candidate_ids, (candidate_ids < 0) | (candidate_ids > MAX_TOKEN), "a token id of int32"),
-        ("budget", budgets, (budgets < 0) | (budgets > max_budget), limit),
+        ("draft_log_probs", log_probs, _rises(log_probs), "at most the value before it: best first"),
+        ("draft_log_probs", log_probs, _is_first_empty(log_probs), "a candidate of probability above 0"),
+        ("draft_token_ids", candidate_ids, ~is_token, f"a token id from 0 to {MAX_TOKEN}"),
+        ("budget", budgets, (budgets < 0) | (budgets > max_budget), f"a number from 0 to {max_budget}"),
         ("root_tokens", root_tokens, root_tokens < 0, "a token id, not negative"),
         ("prefix_lengths", prefix_lengths, prefix_lengths < 0, "a length, not negative"),
-        ("prefix_lengths", prefix_lengths, prefix_lengths > MAX_TOKEN - MAX_DEPTH, "positions that fit int32"),
+        ("prefix_lengths", prefix_lengths, prefix_lengths > longest, f"a length of at most {longest}"),
     )
     for name, array, is_bad, expected in rules:
         for index in first_where(is_bad):
@@ -493,10 +500,7 @@ def _launch(
     table_bytes = 4 * (SLOT_WORDS * _padded(max_budget + 1) + FLAG_WORDS)
     staged = min(width, max(max_budget, 1), (SHARED_BYTES - table_bytes) // (4 * depth))
     with Transfer(placement, stream) as transfer:
-        outputs = [
-            transfer.output(name, shape, TREE_DTYPES[name], None if out is None else getattr(out, name))
-            for name, shape in tree_shapes(batch, max_budget + 1).items()
-        ]
+        outputs = transfer.outputs(tree_shapes(batch, max_budget + 1), TREE_DTYPES, out)
         BUILD_TREE.launch(
             batch,
             *(transfer.input(view) for view in views.values()),

@@ -25,7 +25,7 @@ from numba_ddtree.cuda_target import cuda, int32
 from numba_ddtree.device.bits import write_ancestor_bits
 from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.launch import Kernel
+from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import tree_links as reference
 from numba_ddtree.status import TreeStatus
 from numba_ddtree.transfer import Transfer
@@ -33,9 +33,12 @@ from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree, check_parents, tree
 
 MAX_SLOTS = 1025
 NOT_A_TREE = -2
-VISIBILITY_RULE = "that each node sees itself, what its parent (the latest earlier slot that it sees) sees, and nothing else"
+VISIBILITY_RULE = (
+    "that each node sees itself, what its parent (the latest earlier slot that it sees) sees, "
+    "and nothing else"
+)
 
-THREADS = 256
+THREADS = block_threads(256)
 
 
 def tree_links_kernel(  # type: ignore[no-untyped-def]
@@ -70,7 +73,7 @@ def tree_links_kernel(  # type: ignore[no-untyped-def]
     cuda.syncthreads()
     if s_invalid[0] != 0:
         count = int32(1)
-    for slot in range(thread, slots, cuda.blockDim.x):
+    for slot in range(thread, slots, THREADS):
         parent = given_parents[request, slot] if slot < count else int32(-1)
         s_parent[slot] = parent
         s_last_seen[slot] = -1
@@ -78,7 +81,7 @@ def tree_links_kernel(  # type: ignore[no-untyped-def]
             s_invalid[0] = 1
     cuda.syncthreads()
     if s_invalid[0] == 0:
-        for slot in range(thread, count, cuda.blockDim.x):
+        for slot in range(thread, count, THREADS):
             depth = 0
             ancestor = s_parent[slot]
             while ancestor >= 0:
@@ -105,7 +108,7 @@ def tree_links_kernel(  # type: ignore[no-untyped-def]
             s_last_seen[parent] = slot
     cuda.syncthreads()
     base = max(prefix, int32(0))
-    for slot in range(thread, slots, cuda.blockDim.x):
+    for slot in range(thread, slots, THREADS):
         used = slot < count
         if not used:
             depths[request, slot] = 0
@@ -114,7 +117,7 @@ def tree_links_kernel(  # type: ignore[no-untyped-def]
         positions[request, slot] = base + depths[request, slot]
         first_child[request, slot] = s_last_seen[slot] if used else int32(-1)
         next_sibling[request, slot] = s_next_sibling[slot] if used and slot > 0 else int32(-1)
-    write_ancestor_bits(ancestor_bits, request, s_parent, count)
+    write_ancestor_bits(ancestor_bits, request, s_parent, count, THREADS)
 
 
 def visibility_parents_kernel(  # type: ignore[no-untyped-def]
@@ -127,10 +130,10 @@ def visibility_parents_kernel(  # type: ignore[no-untyped-def]
     slots = visibility.shape[1]
     count = given_num_nodes[request] if given_num_nodes.shape[0] > 0 else int32(slots)
     count = min(max(count, int32(0)), int32(slots))
-    for slot in range(thread, slots, cuda.blockDim.x):
+    for slot in range(thread, slots, THREADS):
         parents[request, slot] = -1
     cuda.syncthreads()
-    for node in range(thread, count, cuda.blockDim.x):
+    for node in range(thread, count, THREADS):
         parent = node - 1
         while parent >= 0 and not visibility[request, node, parent]:
             parent -= 1
@@ -147,7 +150,7 @@ def expand_bits_kernel(ancestor_bits, visibility):  # type: ignore[no-untyped-de
     slots = visibility.shape[1]
     request = cuda.blockIdx.x // slots
     node = cuda.blockIdx.x % slots
-    for other in range(cuda.threadIdx.x, slots, cuda.blockDim.x):
+    for other in range(cuda.threadIdx.x, slots, THREADS):
         word = ancestor_bits[request, node, other >> 5]
         visibility[request, node, other] = ((word >> (other & 31)) & 1) != 0
 
@@ -345,17 +348,16 @@ def _from_parents(
             raise ArgumentError(at("prefix_lengths", index), prefix_lengths[index], "a length, not negative")
         deepest = _deepest(parents, num_nodes)
         if max_depth is not None and deepest > max_depth:
-            raise ArgumentError("parents", f"a tree of depth {deepest}", f"a depth of at most max_depth = {max_depth}")
-        if placement.on_host and max_depth is None:
+            limit = f"a depth of at most max_depth = {max_depth}"
+            raise ArgumentError("parents", f"a tree of depth {deepest}", limit)
+        if max_depth is None and placement.on_host:
             max_depth = deepest
-        if runs_reference:
-            arrays = reference.links_from_parents(parents, token_ids, num_nodes, prefix_lengths, int(max_depth or 0))
-            return DraftTree(*arrays, max_depth=int(max_depth or 0))
     depth_limit = slots - 1 if max_depth is None else max_depth
+    if runs_reference:
+        arrays = reference.links_from_parents(parents, token_ids, num_nodes, prefix_lengths, depth_limit)
+        return DraftTree(**arrays._asdict(), max_depth=depth_limit)
     with Transfer(placement, stream) as transfer:
-        outputs = [
-            transfer.output(name, shape, TREE_DTYPES[name]) for name, shape in tree_shapes(batch, slots).items()
-        ]
+        outputs = transfer.outputs(tree_shapes(batch, slots), TREE_DTYPES)
         TREE_LINKS.launch(
             batch,
             *(transfer.input(view) for view in views.values()),

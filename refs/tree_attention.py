@@ -7,13 +7,15 @@ that is key only.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from numba_ddtree.refs.tree_links import visibility_from_bits
 
 
-def softmax_with_lse(scores: NDArray[np.floating]) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+def softmax_with_lse(scores: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return probabilities along the last axis and the natural log of their denominator.
 
     A row of nothing but -inf gives zeros and -inf.
@@ -38,7 +40,7 @@ def tree_attention(
     prefix_lengths: NDArray[np.int32],
     sm_scale: float,
     dtype: type[np.float32] | type[np.float64] = np.float64,
-) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Attend from each node to the prefix, to its ancestors and to itself.
 
     Parameters
@@ -63,17 +65,17 @@ def tree_attention(
         Natural log; -inf for slots past `num_nodes`.
     """
     batch, slots, heads, _ = q_nope.shape
-    out = np.zeros(q_nope.shape, dtype)
-    lse = np.full((batch, slots, heads), -np.inf, dtype)
+    out: NDArray[Any] = np.zeros(q_nope.shape, dtype)
+    lse: NDArray[Any] = np.full((batch, slots, heads), -np.inf, dtype)
     visibility = visibility_from_bits(ancestor_bits)  # [B, N, N]
     for request in range(batch):
         count, prefix = int(num_nodes[request]), int(prefix_lengths[request])
-        latent = ckv_cache[request, : prefix + count].astype(dtype)  # [P + n, D_CKV]
-        rotary = kpe_cache[request, : prefix + count].astype(dtype)
+        latent: NDArray[Any] = ckv_cache[request, : prefix + count].astype(dtype)  # [P + n, D_CKV]
+        rotary: NDArray[Any] = kpe_cache[request, : prefix + count].astype(dtype)
         mask = np.ones((count, prefix + count), bool)
         mask[:, prefix:] = visibility[request, :count, :count]
         for head in range(heads):
-            scores = q_nope[request, :count, head].astype(dtype) @ latent.T
+            scores: NDArray[Any] = q_nope[request, :count, head].astype(dtype) @ latent.T
             scores += q_pe[request, :count, head].astype(dtype) @ rotary.T
             scores = np.where(mask, scores * dtype(sm_scale), dtype(-np.inf))  # [n, P + n]
             probs, lse[request, :count, head] = softmax_with_lse(scores)

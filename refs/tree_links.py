@@ -133,9 +133,7 @@ def clear(tree: TreeArrays, request: int) -> None:
         array[request] = blank[0]
 
 
-def parents_from_visibility(
-    visibility: NDArray[np.bool_], num_nodes: NDArray[np.int32]
-) -> NDArray[np.int32]:
+def parents_from_visibility(visibility: NDArray[np.bool_], num_nodes: NDArray[np.int32]) -> NDArray[np.int32]:
     """Recover parents from a mask in which each node sees itself and its ancestors.
 
     The parent of a node is the latest earlier slot that it sees. A request whose mask is not what

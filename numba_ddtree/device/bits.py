@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from numba_ddtree.cuda_target import SIMULATED, cuda, device_function
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_function, int32, int64, uint32, uint64
 
 MAGNITUDE = np.int64(0x7FFF_FFFF_FFFF_FFFF)
-WORD_MASK = np.int64(0xFFFF_FFFF)
 PATH_WORDS = 3
 
 if SIMULATED:
@@ -56,14 +55,8 @@ def score_of(key: Any) -> Any:
 
 
 @device_function
-def rank_code_length(rank: Any) -> Any:
-    """Length in bits of a rank's code: see `rank_code_word`."""
-    return 2 * (31 - cuda.clz(np.int32(rank + 1))) + 1
-
-
-@device_function
-def rank_code_word(rank: Any, start: Any, word: Any) -> Any:
-    """Word `word` of a bit string that is empty but for a rank's code at bit `start`, as int64.
+def rank_code(rank: Any) -> Any:
+    """Code of a rank (below 2^15) as bits, from the top of a uint32 down.
 
     The code of a rank r, with e = floor(log2(r + 1)), is e ones, a zero, and the e low bits of
     r + 1 (Elias' gamma code with its unary part inverted): codes are ordered as the ranks are, and
@@ -73,20 +66,33 @@ def rank_code_word(rank: Any, start: Any, word: Any) -> Any:
 
     A best-first tree holds, with a tuple of ranks, every tuple of the same length that is nowhere
     larger. The product of (r + 1) along a path of a tree of 1024 nodes is thus at most 1024, and
-    at most 2048 for a child on offer: its code has at most 2 * 11 + 64 bits.
+    at most 2048 for a child on offer: its codes have at most 2 * 11 + 64 bits together.
     """
-    exponent = 31 - cuda.clz(np.int32(rank + 1))
-    code = (((1 << exponent) - 1) << (exponent + 1)) | (rank + 1 - (1 << exponent))
-    shift = 32 * (word + 1) - start - (2 * exponent + 1)
-    if shift >= 32 or shift <= -32:
-        return np.int64(0)
-    if shift >= 0:
-        return (np.int64(code) << np.int64(shift)) & WORD_MASK
-    return np.int64(code) >> np.int64(-shift)
+    exponent = int32(31 - cuda.clz(int32(rank + 1)))
+    ones = (int64(1) << exponent) - 1
+    code = (ones << (exponent + 1)) | (int64(rank + 1) - (int64(1) << exponent))
+    return uint32(code << (31 - 2 * exponent))
 
 
 @device_function
-def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count: Any) -> None:
+def rank_code_length(rank: Any) -> Any:
+    """Length of a rank's code in bits."""
+    return int32(2 * (31 - cuda.clz(int32(rank + 1))) + 1)
+
+
+@device_function
+def placed_code(code: Any, start: Any, word: Any) -> Any:
+    """Word `word` (uint32) of a bit string that holds only a code, which begins at bit `start`."""
+    shift = int32(start - 32 * word)
+    if shift <= -32 or shift >= 32:
+        return uint32(0)
+    return uint32((uint64(code) << uint64(32)) >> uint64(shift + 32))
+
+
+@device_function
+def write_ancestor_bits(
+    ancestor_bits: Any, request: Any, s_parents: Any, count: Any, threads: Any
+) -> None:
     """Write a request's ancestor bits from its parents in shared memory; the whole block takes part.
 
     Parameters
@@ -97,12 +103,14 @@ def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count:
         An earlier slot for each node below `count`, -1 for the root.
     count : int
         Nodes in use; the rows after that become zero.
+    threads : int
+        Threads of the block.
     """
     slots, words = ancestor_bits.shape[1], ancestor_bits.shape[2]
-    for place in range(cuda.threadIdx.x, slots * words, cuda.blockDim.x):
+    for place in range(cuda.threadIdx.x, slots * words, threads):
         ancestor_bits[request, place // words, place % words] = np.uint32(0)
     cuda.syncthreads()
-    for node in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+    for node in range(cuda.threadIdx.x, count, threads):
         # Indices fall on the way to the root, so that each word is complete when the walk leaves it.
         word = node >> 5
         bits = np.int64(1) << np.int64(node & 31)

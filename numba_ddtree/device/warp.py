@@ -39,7 +39,7 @@ if SIMULATED:
 
 else:
     from llvmlite import ir
-    from numba.cuda import types
+    from numba.core import types
     from numba.cuda.extending import intrinsic
 
     @intrinsic

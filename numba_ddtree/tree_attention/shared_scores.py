@@ -17,34 +17,61 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.arrays import Placement, StreamLike
-from numba_ddtree.cuda_target import cuda, device_function, float32, int32, int64
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_function, float32, float64, int32, int64, uint32
+from numba_ddtree.device.memory import load_four
 from numba_ddtree.devices import shared_memory_limit
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.launch import Kernel
+from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 
-THREADS = 256
+THREADS = block_threads(256)
 MAX_BLOCKS = 2**31 - 1
 PATH_LENGTH, IS_INVALID = range(2)
 CONTROL_WORDS = 2
+RUN = 8  # terms of a partial sum in float32
 
 
 @device_function
-def dot(s_query, start, rows, request, row, width):  # type: ignore[no-untyped-def]
-    """Dot product of a part of the query with one row of a cache, in four partial sums."""
-    sum0 = float32(0)
-    sum1 = float32(0)
-    sum2 = float32(0)
-    sum3 = float32(0)
-    body = width // 4 * 4
-    for dim in range(0, body, 4):
-        sum0 += s_query[start + dim] * rows[request, row, dim]
-        sum1 += s_query[start + dim + 1] * rows[request, row, dim + 1]
-        sum2 += s_query[start + dim + 2] * rows[request, row, dim + 2]
-        sum3 += s_query[start + dim + 3] * rows[request, row, dim + 3]
+def dot(s_query, start, rows, request, row, width, is_aligned):  # type: ignore[no-untyped-def]
+    """Dot product (float64) of a part of the query with one row of a cache.
+
+    Short partial sums in float32 are added up in float64: the error of a score goes into its
+    probability as it is, and that of a plain float32 sum of 576 terms would be the largest of all.
+    """
+    total = float64(0)
+    body = width // RUN * RUN if is_aligned else 0
+    first = (int64(request) * rows.shape[1] + row) * width
+    for dim in range(0, body, RUN):
+        a0, a1, a2, a3 = load_four(rows, first + dim)
+        b0, b1, b2, b3 = load_four(rows, first + dim + 4)
+        query = start + dim
+        left = s_query[query] * a0 + s_query[query + 1] * a1
+        left += s_query[query + 2] * a2 + s_query[query + 3] * a3
+        right = s_query[query + 4] * b0 + s_query[query + 5] * b1
+        right += s_query[query + 6] * b2 + s_query[query + 7] * b3
+        total += float64(left + right)
     for dim in range(body, width):
-        sum0 += s_query[start + dim] * rows[request, row, dim]
-    return (sum0 + sum1) + (sum2 + sum3)
+        total += float64(s_query[start + dim]) * float64(rows[request, row, dim])
+    return total
+
+
+@device_function
+def cache_row(key, prefix, s_path):  # type: ignore[no-untyped-def]
+    """Row of the cache that holds a query's key: the prefix comes first, then the path."""
+    return key if key < prefix else prefix + s_path[key - prefix]
+
+
+@device_function
+def weighted_sum(s_weights, values, request, dim, keys, prefix, s_path):  # type: ignore[no-untyped-def]
+    """Sum (float64) of one latent dimension over all keys, in short partial sums as in `dot`."""
+    total = float64(0)
+    partial = float32(0)
+    for key in range(keys):
+        partial += s_weights[key] * values[request, cache_row(key, prefix, s_path), dim]
+        if key % RUN == RUN - 1:
+            total += float64(partial)
+            partial = float32(0)
+    return total + float64(partial)
 
 
 @device_function
@@ -54,7 +81,7 @@ def block_reduce(value, s_partial, takes_maximum):  # type: ignore[no-untyped-de
     cuda.syncthreads()  # nobody still reads the last result
     s_partial[thread] = value
     cuda.syncthreads()
-    half = cuda.blockDim.x // 2
+    half = THREADS // 2
     while half > 0:
         if thread < half:
             other = s_partial[thread + half]
@@ -72,7 +99,7 @@ def list_path(ancestor_bits, request, node, count, s_path, capacity, s_control):
     A thread takes a word of bits; the bits of the words before it tell where its slots go.
     """
     words = ancestor_bits.shape[2]
-    for word in range(cuda.threadIdx.x, words, cuda.blockDim.x):
+    for word in range(cuda.threadIdx.x, words, THREADS):
         place = 0
         for earlier in range(word):
             place += cuda.popc(int32(ancestor_bits[request, node, earlier]))
@@ -99,21 +126,22 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
     prefix_lengths,  # int32 [B], or empty: 0
     prefix_capacity,  # int32: the longest prefix that has a place in shared memory
     path_capacity,  # int32
-    sm_scale,  # float32
+    is_aligned,  # int32: rows of both caches start at multiples of 16 bytes
+    sm_scale,  # float64
     out,  # float32 [B, N, H, D_CKV]
     lse,  # float32 [B, N, H]
 ):
     thread = cuda.threadIdx.x
-    threads = cuda.blockDim.x
     slots, heads, width = out.shape[1], out.shape[2], out.shape[3]
     rope_width = q_pe.shape[3]
-    head = cuda.blockIdx.x % heads
-    node = cuda.blockIdx.x // heads % slots
-    request = cuda.blockIdx.x // heads // slots
+    item = uint32(cuda.blockIdx.x)
+    head = item % uint32(heads)
+    node = item // uint32(heads) % uint32(slots)
+    request = item // uint32(heads) // uint32(slots)
     count = num_nodes[request]
     prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
     if node >= count:
-        for dim in range(thread, width, threads):
+        for dim in range(thread, width, THREADS):
             out[request, node, head, dim] = float32(0)
         if thread == 0:
             lse[request, node, head] = float32(-np.inf)
@@ -123,8 +151,8 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
     s_floats = cuda.shared.array(0, float32)
     s_control = s_words[:CONTROL_WORDS]
     s_path = s_words[CONTROL_WORDS : CONTROL_WORDS + path_capacity]
-    s_partial = s_floats[CONTROL_WORDS + path_capacity :]  # [threads]
-    s_query = s_partial[threads:]  # [D_CKV + D_KPE]
+    s_partial = s_floats[CONTROL_WORDS + path_capacity :]  # [THREADS]
+    s_query = s_partial[THREADS:]  # [D_CKV + D_KPE]
     s_scores = s_query[width + rope_width :]  # [prefix_capacity + path_capacity]
     if thread == 0:
         fits = count <= slots and 0 <= prefix <= prefix_capacity and prefix + count <= ckv_cache.shape[1]
@@ -133,23 +161,24 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
     list_path(ancestor_bits, request, node, count, s_path, path_capacity, s_control)
     cuda.syncthreads()
     if s_control[IS_INVALID] != 0:
-        for dim in range(thread, width, threads):
+        for dim in range(thread, width, THREADS):
             out[request, node, head, dim] = float32(np.nan)
         if thread == 0:
             lse[request, node, head] = float32(np.nan)
         return
     keys = prefix + s_control[PATH_LENGTH]
-    for dim in range(thread, width, threads):
+    for dim in range(thread, width, THREADS):
         s_query[dim] = q_nope[request, node, head, dim]
-    for dim in range(thread, rope_width, threads):
+    for dim in range(thread, rope_width, THREADS):
         s_query[width + dim] = q_pe[request, node, head, dim]
     cuda.syncthreads()
 
     maximum = float32(-np.inf)
-    for key in range(thread, keys, threads):
-        row = key if key < prefix else prefix + s_path[key - prefix]
-        latent_part = dot(s_query, 0, ckv_cache, request, row, width)
-        score = (latent_part + dot(s_query, width, kpe_cache, request, row, rope_width)) * sm_scale
+    for key in range(thread, keys, THREADS):
+        row = cache_row(key, prefix, s_path)
+        latent_part = dot(s_query, 0, ckv_cache, request, row, width, is_aligned)
+        rope_part = dot(s_query, width, kpe_cache, request, row, rope_width, is_aligned)
+        score = float32((latent_part + rope_part) * sm_scale)
         s_scores[key] = score
         maximum = max(maximum, score)
 
@@ -157,22 +186,19 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
     if maximum == float32(-np.inf):
         maximum = float32(0)
     total = float32(0)
-    for key in range(thread, keys, threads):
+    for key in range(thread, keys, THREADS):
         weight = math.exp(s_scores[key] - maximum)
         s_scores[key] = weight
         total += weight
     total = block_reduce(total, s_partial, False)
-    for key in range(thread, keys, threads):
+    for key in range(thread, keys, THREADS):
         s_scores[key] = s_scores[key] / total if total != float32(0) else float32(0)
     cuda.syncthreads()
 
-    for dim in range(thread, width, threads):
-        value = float32(0)
-        for key in range(prefix):
-            value += s_scores[key] * ckv_cache[request, key, dim]
-        for place in range(keys - prefix):
-            value += s_scores[prefix + place] * ckv_cache[request, prefix + s_path[place], dim]
-        out[request, node, head, dim] = value
+    for dim in range(thread, width, THREADS):
+        out[request, node, head, dim] = float32(
+            weighted_sum(s_scores, ckv_cache, request, dim, keys, prefix, s_path)
+        )
     if thread == 0:
         lse[request, node, head] = maximum + math.log(total) if total != float32(0) else float32(-np.inf)
 
@@ -181,21 +207,27 @@ SHARED_SCORES = Kernel(
     shared_scores_kernel,
     (
         "void(float32[:, :, :, ::1], float32[:, :, :, ::1], float32[:, :, ::1], float32[:, :, ::1], "
-        "uint32[:, :, ::1], int32[::1], int32[::1], int32, int32, float32, "
+        "uint32[:, :, ::1], int32[::1], int32[::1], int32, int32, int32, float64, "
         "float32[:, :, :, ::1], float32[:, :, ::1])",
     ),
     THREADS,
+    blocks_per_processor=2,
 )
 
 
-def shared_bytes(prefix: int, path: int, width: int, threads: int) -> int:
+def shared_bytes(prefix: int, path: int, width: int) -> int:
     """Shared memory of a block for a prefix and a path of so many keys and queries so wide."""
-    return 4 * (CONTROL_WORDS + path + threads + width + prefix + path)
+    return 4 * (CONTROL_WORDS + path + THREADS + width + prefix + path)
 
 
-def longest_prefix(limit: int, path: int, width: int, threads: int) -> int:
+def longest_prefix(limit: int, path: int, width: int) -> int:
     """Longest prefix that fits so many bytes of shared memory, negative where none does."""
-    return (limit - shared_bytes(0, path, width, threads)) // 4
+    return (limit - shared_bytes(0, path, width)) // 4
+
+
+def _rows_are_aligned(rows: Any) -> bool:
+    """Whether every row starts at a multiple of 16 bytes."""
+    return rows.shape[2] % 4 == 0 and (SIMULATED or rows.device_ctypes_pointer.value % 16 == 0)
 
 
 def launch_shared_scores(
@@ -222,8 +254,7 @@ def launch_shared_scores(
     if blocks > MAX_BLOCKS:
         raise ArgumentError("q_nope", f"B * N * H = {blocks}", f"at most {MAX_BLOCKS}, one block each")
     with Transfer(placement, stream) as transfer:
-        threads = SHARED_SCORES.threads
-        longest = longest_prefix(shared_memory_limit(), path_capacity, width, threads)
+        longest = longest_prefix(shared_memory_limit(), path_capacity, width)
         if prefix_capacity > longest:
             raise ArgumentError(
                 "prefix_lengths",
@@ -241,10 +272,11 @@ def launch_shared_scores(
             *arguments,
             np.int32(prefix_capacity),
             np.int32(path_capacity),
-            np.float32(sm_scale),
+            np.int32(all(_rows_are_aligned(rows) for rows in arguments[2:4])),
+            np.float64(sm_scale),
             *outputs,
             stream=transfer.stream,
-            shared_bytes=shared_bytes(prefix_capacity, path_capacity, width, threads),
+            shared_bytes=shared_bytes(prefix_capacity, path_capacity, width),
         )
         results = transfer.results()
         return results["out"], results["lse"]

@@ -1,0 +1,42 @@
+"""Wide loads from global memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba_ddtree.cuda_target import SIMULATED
+
+if SIMULATED:
+
+    def load_four(array: Any, offset: Any) -> Any:
+        return tuple(array.reshape(-1)[offset : offset + 4])
+
+else:
+    from llvmlite import ir
+    from numba.core import types
+    from numba.cuda.extending import intrinsic
+
+    @intrinsic
+    def load_four(typing_context: Any, array: Any, offset: Any) -> Any:
+        """Four neighbouring float32 of a C-contiguous array in one 128-bit load: ``ld.global.v4.f32``.
+
+        `offset` counts elements from the array's first; the address must be a multiple of 16 bytes.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            element = builder.gep(data, [args[1]])
+            lanes = ir.LiteralStructType([ir.FloatType()] * 4)
+            load = ir.InlineAsm(
+                ir.FunctionType(lanes, [ir.IntType(64)]),
+                "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];",
+                "=f,=f,=f,=f,l",
+                side_effect=False,
+            )
+            loaded = builder.call(load, [builder.ptrtoint(element, ir.IntType(64))])
+            result = ir.Constant(ir.ArrayType(ir.FloatType(), 4), ir.Undefined)
+            for lane in range(4):
+                result = builder.insert_value(result, builder.extract_value(loaded, lane), lane)
+            return result
+
+        return types.UniTuple(types.float32, 4)(array, types.int64), generate
