@@ -196,6 +196,8 @@ def check_array(name: str, array: Any, dtypes: tuple[type[np.generic], ...], **d
     ------
     ArgumentError
     """
+    if array is None:
+        raise ArgumentError(name, None, "an array")
     shape_fits = len(array.shape) == len(dims) and all(
         size == wanted if wanted is not None else size > 0 or label == "B"
         for size, (label, wanted) in zip(array.shape, dims.items(), strict=True)
@@ -219,6 +221,8 @@ def _dimension_text(label: str, size: int | None) -> str:
 
 
 def _is_c_contiguous(array: Any) -> bool:
+    if 0 in array.shape:  # whatever its strides, which libraries choose differently
+        return True
     step = array.dtype.itemsize
     for size, stride in zip(reversed(array.shape), reversed(array.strides), strict=True):
         if size > 1 and stride != step:

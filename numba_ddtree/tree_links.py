@@ -383,5 +383,6 @@ def _deepest(parents: NDArray[np.int32], num_nodes: NDArray[np.int32]) -> int:
     depths = np.zeros(parents.shape, np.int32)
     rows = np.arange(len(parents))
     for slot in range(1, parents.shape[1]):
-        depths[:, slot] = np.where(slot < num_nodes, depths[rows, parents[:, slot]] + 1, 0)
+        used = slot < num_nodes
+        depths[:, slot] = np.where(used, depths[rows, np.where(used, parents[:, slot], 0)] + 1, 0)
     return int(depths.max(initial=0))

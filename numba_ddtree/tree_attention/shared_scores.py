@@ -102,10 +102,10 @@ def list_path(ancestor_bits, request, node, count, s_path, capacity, s_control):
     for word in range(cuda.threadIdx.x, words, THREADS):
         place = 0
         for earlier in range(word):
-            place += cuda.popc(int32(ancestor_bits[request, node, earlier]))
+            place += cuda.popc(uint32(ancestor_bits[request, node, earlier]))
         bits = int64(ancestor_bits[request, node, word])
         while bits != 0:
-            slot = word * 32 + cuda.popc(int32((bits & -bits) - 1))  # the lowest bit left
+            slot = word * 32 + cuda.popc(uint32((bits & -bits) - 1))  # the lowest bit left
             if slot < count and place < capacity:
                 s_path[place] = slot
             else:
