@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba_ddtree.refs import tree_build as build_reference
-from numba_ddtree.refs import tree_links as links_reference
 from numpy.typing import NDArray
 
+from numba_ddtree.refs import tree_build as build_reference
+from numba_ddtree.refs import tree_links as links_reference
 from numba_ddtree.tree import DraftTree
 
 LOG_PROB_KINDS = ("realistic", "flat", "ties", "identical_rows", "all_equal", "inf_tails")

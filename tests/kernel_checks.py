@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from inputs import AttentionInputs, build, link
-from numba_ddtree.refs import tree_accept as accept_reference
-from numba_ddtree.refs import tree_attention as attention_reference
 from numpy.typing import NDArray
 
 import numba_ddtree
+from inputs import AttentionInputs, build, link
+from numba_ddtree.refs import tree_accept as accept_reference
+from numba_ddtree.refs import tree_attention as attention_reference
 from numba_ddtree.tree import TREE_DTYPES, AcceptResult, DraftTree, tree_shapes
 
 POISON = 0xA5

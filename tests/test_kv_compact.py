@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numba_ddtree.refs.kv_compact import compact_kv
 from numpy.typing import NDArray
+
+from numba_ddtree.refs.kv_compact import compact_kv
 
 
 def random_paths(

@@ -7,18 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import GoldenTree, load_golden_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import (
-    TREE_KINDS,
-    build,
-    link,
-    make_log_probs,
-    make_parent_batch,
-    make_parents,
-    make_target_tokens,
-)
 from kernel_checks import (
     Library,
     assert_same_arrays,
@@ -28,11 +18,21 @@ from kernel_checks import (
     numba_library,
 )
 from libraries import LIBRARIES, side_stream
-from numba_ddtree.refs.tree_accept import accept_path
 from numpy.typing import NDArray
 
 import numba_ddtree
+from golden import GoldenTree, load_golden_trees
+from inputs import (
+    TREE_KINDS,
+    build,
+    link,
+    make_log_probs,
+    make_parent_batch,
+    make_parents,
+    make_target_tokens,
+)
 from numba_ddtree import AcceptResult, ArgumentError, DraftTree
+from numba_ddtree.refs.tree_accept import accept_path
 
 GOLDEN = load_golden_trees()
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import AttentionInputs, link, make_attention, make_parents
 from kernel_checks import (
     Library,
     assert_same_arrays,
@@ -23,6 +22,7 @@ from libraries import LIBRARIES, side_stream
 from numpy.typing import NDArray
 
 import numba_ddtree
+from inputs import AttentionInputs, link, make_attention, make_parents
 from numba_ddtree import ArgumentError, DraftTree
 
 

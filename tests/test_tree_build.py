@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import GoldenTree, load_golden_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import LOG_PROB_KINDS, build, make_log_probs, make_token_ids
 from kernel_checks import Library, assert_same_tree, bad_draft, check_build, numba_library
 from libraries import LIBRARIES, side_stream
-from numba_ddtree.refs.tree_build import best_first
 from numpy.typing import NDArray
 
 import numba_ddtree
+from golden import GoldenTree, load_golden_trees
+from inputs import LOG_PROB_KINDS, build, make_log_probs, make_token_ids
 from numba_ddtree import ArgumentError, DraftTree, TreeStatus
+from numba_ddtree.refs.tree_build import best_first
 
 GOLDEN = load_golden_trees()
 

@@ -6,10 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import load_golden_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import TREE_KINDS, build, link, make_log_probs, make_parent_batch, make_parents, make_token_ids
 from kernel_checks import (
     Library,
     assert_same_tree,
@@ -22,6 +20,8 @@ from kernel_checks import (
 )
 from libraries import LIBRARIES, side_stream
 
+from golden import load_golden_trees
+from inputs import TREE_KINDS, build, link, make_log_probs, make_parent_batch, make_parents, make_token_ids
 from numba_ddtree import ArgumentError, DraftTree, TreeStatus
 
 GOLDEN = load_golden_trees()

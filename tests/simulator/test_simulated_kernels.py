@@ -7,17 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import load_golden_trees
-from inputs import (
-    LOG_PROB_KINDS,
-    build,
-    link,
-    make_attention,
-    make_log_probs,
-    make_parent_batch,
-    make_target_tokens,
-    make_token_ids,
-)
 from kernel_checks import (
     Library,
     assert_same_arrays,
@@ -36,6 +25,17 @@ from kernel_checks import (
 )
 
 import numba_ddtree
+from golden import load_golden_trees
+from inputs import (
+    LOG_PROB_KINDS,
+    build,
+    link,
+    make_attention,
+    make_log_probs,
+    make_parent_batch,
+    make_target_tokens,
+    make_token_ids,
+)
 from numba_ddtree import ArgumentError, DraftTree, TreeStatus
 from numba_ddtree.cuda_target import SIMULATED, cuda
 
