@@ -18,13 +18,17 @@ NO_DEVICE_ADVICE = (
 def find_device_fault() -> str | None:
     """Say why no CUDA device can be used, or None where one can; creates no context."""
     try:
-        from cuda.core import system
+        from cuda.bindings import driver
 
-        if system.get_num_devices() == 0:
-            return "the driver lists no CUDA device"
-    except Exception as error:  # the driver's absence has no class of its own in cuda.core
+        # Of the driver, since the management library does not heed CUDA_VISIBLE_DEVICES.
+        fault, *_ = driver.cuInit(0)
+        if fault == driver.CUresult.CUDA_SUCCESS:
+            fault, count = driver.cuDeviceGetCount()
+            if count == 0:
+                return "the driver lists no CUDA device"
+    except Exception as error:  # the driver's absence has no class of its own in cuda.bindings
         return " ".join(str(error).split()) or type(error).__name__
-    return None
+    return None if fault == driver.CUresult.CUDA_SUCCESS else f"the driver answers {fault.name}"
 
 
 @lru_cache(maxsize=1)
