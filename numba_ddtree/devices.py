@@ -98,13 +98,25 @@ def _current_stream(placement: Placement) -> int:
 
 @lru_cache(maxsize=256)
 def numba_stream(handle: int, device_id: int | None) -> Any:
-    """Wrap a raw handle once for each device that it is used on."""
+    """Wrap a raw handle for Numba's copies and allocations, once for each device."""
     from numba_ddtree.cuda_target import SIMULATED, cuda
 
     if SIMULATED:
         return 0
     with device_context(device_id):
         return cuda.external_stream(handle) if handle else cuda.default_stream()
+
+
+@lru_cache(maxsize=256)
+def launch_stream(handle: int) -> Any:
+    """Wrap a raw handle for launches, once."""
+    from numba_ddtree.cuda_target import SIMULATED
+
+    if SIMULATED:
+        return 0
+    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+    return Stream.from_handle(handle) if handle else LEGACY_DEFAULT_STREAM
 
 
 def use_reference(backend: str | None, placement: Placement) -> bool:

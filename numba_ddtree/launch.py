@@ -69,7 +69,7 @@ class Kernel:
         *arguments
             Numba device arrays and numpy scalars, of one of the signatures.
         stream
-            A stream in Numba's form.
+            A `cuda.core.Stream`; in the simulator anything.
         shared_bytes : int
             Dynamic shared memory a block.
         """

@@ -16,8 +16,15 @@ import numpy as np
 
 from numba_ddtree.arrays import Placement, StreamLike, check_output, device_memory, dtype_name, gather
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import device_context, numba_stream, require_device, stream_handle
+from numba_ddtree.devices import (
+    device_context,
+    launch_stream,
+    numba_stream,
+    require_device,
+    stream_handle,
+)
 from numba_ddtree.errors import ArgumentError
+from numba_ddtree.launch import Kernel
 
 
 @lru_cache(maxsize=64)
@@ -38,7 +45,7 @@ class Transfer:
     Attributes
     ----------
     stream
-        The stream in Numba's form.
+        The stream in the form of Numba's copies.
     """
 
     def __init__(self, placement: Placement, stream: StreamLike) -> None:
@@ -58,6 +65,11 @@ class Transfer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._contexts.close()
+
+    def launch(self, kernel: Kernel, blocks: int, *arguments: Any, shared_bytes: int = 0) -> None:
+        """Launch a kernel on the caller's stream; see `Kernel.launch`."""
+        stream = launch_stream(self._handle)
+        kernel.launch(blocks, *arguments, stream=stream, shared_bytes=shared_bytes)
 
     def input(self, view: Any) -> Any:
         """Return an input as the kernel's argument, copied to the device if it is on the host.

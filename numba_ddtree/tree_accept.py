@@ -130,12 +130,12 @@ def accept_tree(
     }
     with Transfer(placement, stream) as transfer:
         outputs = transfer.outputs(shapes, dict.fromkeys(shapes, np.int32), out)
-        ACCEPT_TREE.launch(
+        transfer.launch(
+            ACCEPT_TREE,
             batch,
             *(transfer.input(views[name]) for name in ("token_ids", "parents", "num_nodes")),
             transfer.input(target),
             *outputs,
-            stream=transfer.stream,
             shared_bytes=4 * slots,
         )
         return AcceptResult(**transfer.results())

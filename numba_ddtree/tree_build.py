@@ -501,13 +501,13 @@ def _launch(
     staged = min(width, max(max_budget, 1), (SHARED_BYTES - table_bytes) // (4 * depth))
     with Transfer(placement, stream) as transfer:
         outputs = transfer.outputs(tree_shapes(batch, max_budget + 1), TREE_DTYPES, out)
-        BUILD_TREE.launch(
+        transfer.launch(
+            BUILD_TREE,
             batch,
             *(transfer.input(view) for view in views.values()),
             np.int32(default_budget),
             np.int32(staged),
             *outputs,
-            stream=transfer.stream,
             shared_bytes=table_bytes + 4 * depth * staged,
         )
         return DraftTree(**transfer.results(), max_depth=depth)

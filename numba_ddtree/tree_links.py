@@ -305,7 +305,7 @@ def tree_to_visibility(tree: DraftTree, *, stream: StreamLike = None) -> Array:
         return reference.visibility_from_bits(bits)
     with Transfer(placement, stream) as transfer:
         mask = transfer.output("visibility", (batch, slots, slots), np.bool_)
-        EXPAND_BITS.launch(batch * slots, bits, mask, stream=transfer.stream)
+        transfer.launch(EXPAND_BITS, batch * slots, bits, mask)
         return transfer.results()["visibility"]
 
 
@@ -358,12 +358,12 @@ def _from_parents(
         return DraftTree(**arrays._asdict(), max_depth=depth_limit)
     with Transfer(placement, stream) as transfer:
         outputs = transfer.outputs(tree_shapes(batch, slots), TREE_DTYPES)
-        TREE_LINKS.launch(
+        transfer.launch(
+            TREE_LINKS,
             batch,
             *(transfer.input(view) for view in views.values()),
             np.int32(depth_limit),
             *outputs,
-            stream=transfer.stream,
             shared_bytes=4 * (3 * slots + 1),
         )
         return DraftTree(**transfer.results(), max_depth=depth_limit)
@@ -372,9 +372,7 @@ def _from_parents(
 def _launch_visibility(placement: Placement, mask: Any, num_nodes: Any, stream: StreamLike) -> Any:
     with Transfer(placement, stream) as transfer:
         parents = transfer.output("parents", mask.shape[:2], np.int32)
-        VISIBILITY_PARENTS.launch(
-            mask.shape[0], mask, transfer.input(num_nodes), parents, stream=transfer.stream
-        )
+        transfer.launch(VISIBILITY_PARENTS, mask.shape[0], mask, transfer.input(num_nodes), parents)
         return parents
 
 

@@ -267,7 +267,8 @@ def launch_shared_scores(
             transfer.output("out", (batch, slots, heads, latent), np.float32, out),
             transfer.output("lse", (batch, slots, heads), np.float32, lse),
         ]
-        SHARED_SCORES.launch(
+        transfer.launch(
+            SHARED_SCORES,
             blocks,
             *arguments,
             np.int32(prefix_capacity),
@@ -275,7 +276,6 @@ def launch_shared_scores(
             np.int32(all(_rows_are_aligned(rows) for rows in arguments[2:4])),
             np.float64(sm_scale),
             *outputs,
-            stream=transfer.stream,
             shared_bytes=shared_bytes(prefix_capacity, path_capacity, width),
         )
         results = transfer.results()
