@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()  # here, where a closed pipe can be handled
     except BrokenPipeError:
         return _leave_closed_pipe()
-    except (DDTreeError, OSError) as error:
+    except (DDTreeError, ImportError, OSError) as error:
         print(f"{PROGRAM}:", " ".join(str(error).split()), file=sys.stderr)
         return EXIT_BAD_USE
     except KeyboardInterrupt:
@@ -162,7 +162,8 @@ def _chosen_backend(options: argparse.Namespace, bundle: RoundBundle | None = No
     _check_device(backend, options.device)
     if notice is not None:
         print(f"{PROGRAM}: {notice}", file=sys.stderr)
-    _choose_simulator(backend == "simulator")
+    if backend != "numpy":
+        _choose_simulator(backend == "simulator")
     return backend
 
 

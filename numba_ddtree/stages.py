@@ -129,6 +129,8 @@ class Stages:
             self._placed(getattr(attention, name)) for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
         )
         prefix_lengths = self._placed(draft.prefix_lengths)
+        # A length beyond the cache is for verify_attention to complain of, as one of prefix_lengths.
+        longest = min(int(draft.prefix_lengths.max(initial=0)), attention.ckv_cache.shape[1])
 
         def call(**options: Any) -> tuple[Any, Any]:
             return verify_attention(
@@ -139,7 +141,7 @@ class Stages:
                 placed,
                 sm_scale=attention.sm_scale,
                 prefix_lengths=prefix_lengths,
-                max_prefix_length=int(draft.prefix_lengths.max(initial=0)),
+                max_prefix_length=longest,
                 **options,
             )
 
