@@ -125,6 +125,8 @@ def _device_view(name: str, array: Any) -> tuple[Any, int]:
 
     if SIMULATED:
         return array, 0
+    if hasattr(array, "__cuda_ndarray__"):  # Numba's own
+        return array, array.gpu_data.context.device.id
     from cuda.core.utils import StridedMemoryView
 
     # -1: the caller orders the streams, so nothing is synchronised here. jax has no way to say that;

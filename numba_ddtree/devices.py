@@ -98,13 +98,13 @@ def _current_stream(placement: Placement) -> int:
 
 @lru_cache(maxsize=256)
 def numba_stream(handle: int, device_id: int | None) -> Any:
-    """Wrap a raw handle for Numba's copies and allocations, once for each device."""
+    """Wrap a raw handle for Numba's copies, once for each device; 0, its default stream, stays 0."""
     from numba_ddtree.cuda_target import SIMULATED, cuda
 
-    if SIMULATED:
+    if SIMULATED or handle == 0:
         return 0
     with device_context(device_id):
-        return cuda.external_stream(handle) if handle else cuda.default_stream()
+        return cuda.external_stream(handle)
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.arrays import Placement, StreamLike, check_output, device_memory, dtype_name, gather
-from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.cuda_target import cuda
 from numba_ddtree.devices import (
     device_context,
     launch_stream,
@@ -109,7 +109,7 @@ class Transfer:
             for name, (out, view) in self._results.items():
                 host = view.copy_to_host(stream=self.stream)
                 self._results[name] = (host if out is None else out), host
-            if not SIMULATED:
+            if self.stream != 0:  # copies on the default stream have waited already
                 self.stream.synchronize()
             for out, host in self._results.values():
                 if out is not host:
@@ -136,7 +136,8 @@ class Transfer:
         elif library == "cupy":
             import cupy
 
-            with cupy.cuda.Device(device), cupy.cuda.ExternalStream(self._handle, device):
+            stream = cupy.cuda.Stream.from_external(launch_stream(self._handle))
+            with cupy.cuda.Device(device), stream:
                 array = cupy.empty(shape, dtype)
         else:
             view = cuda.device_array(shape, dtype, stream=self.stream)
@@ -149,5 +150,5 @@ class Transfer:
         import jax.numpy
 
         # Copied, since jax would not keep the memory of another library alive.
-        self.stream.synchronize()
+        launch_stream(self._handle).sync()
         return jax.numpy.array(device_memory(array), copy=True).block_until_ready()
