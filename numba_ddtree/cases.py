@@ -103,7 +103,7 @@ class RoundInputs:
 
     @property
     def simulator_seconds(self) -> float:
-        """Rough time that Numba's simulator takes for the kernels, measured on a processor of 2025."""
+        """Rough time that Numba's simulator takes for the kernels on one core, from a few measurements."""
         seconds = 0.045 * float(self.draft.budgets.sum())
         if self.attention is not None:
             blocks = math.prod(self.attention.q_nope.shape[:3])

@@ -44,6 +44,11 @@ class Reporter:
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("", total=None)
 
+    @property
+    def failed(self) -> int:
+        """How many of the results are failures."""
+        return sum(not result.passed for result in self.results)
+
     def __enter__(self) -> Reporter:
         self._progress.start()
         return self
@@ -68,9 +73,8 @@ class Reporter:
 
     def summarise(self, *, interrupted: bool) -> None:
         """Print the last line: how many passed and failed."""
-        failed = sum(not result.passed for result in self.results)
         ending = ", interrupted" if interrupted else ""
-        self._print(Text(f"{len(self.results) - failed} passed, {failed} failed{ending}"))
+        self._print(Text(f"{len(self.results) - self.failed} passed, {self.failed} failed{ending}"))
 
     def _print(self, line: Text) -> None:
         """Print a line in place of the bar, which comes back below it."""

@@ -18,7 +18,6 @@ from numba_ddtree.errors import BackendError, DDTreeError
 
 if TYPE_CHECKING:
     from numba_ddtree.check_results import CheckResult, OnResult, OnStart
-    from numba_ddtree.reporting import Reporter
     from numba_ddtree.round_bundle import RoundBundle
     from numba_ddtree.stages import Backend
 
@@ -146,11 +145,7 @@ def _report(options: argparse.Namespace, run: Runner) -> int:
     if options.json:
         print(json.dumps([result.as_json() for result in reporter.results], indent=2))
     reporter.summarise(interrupted=code == EXIT_INTERRUPTED)
-    return code or (EXIT_FAILED if _failures(reporter) else 0)
-
-
-def _failures(reporter: Reporter) -> int:
-    return sum(not result.passed for result in reporter.results)
+    return code or (EXIT_FAILED if reporter.failed else 0)
 
 
 def _chosen_backend(options: argparse.Namespace, bundle: RoundBundle | None = None) -> Backend:
