@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if fault is not None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA device: {fault}"))
+
+
+@pytest.fixture
+def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what the package allocates, so that a result that is not written shows."""
+    from numba_ddtree.cuda_target import cuda
+
+    allocate = cuda.device_array
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        array = allocate(*args, **kwargs)
+        if array.size:
+            poison = np.full(array.nbytes, 0xA5, np.uint8).view(array.dtype)
+            array.copy_to_device(poison.reshape(tuple(array.shape)))
+        return array
+
+    monkeypatch.setattr(cuda, "device_array", poisoned)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from kernel_checks import Library, numba_library, numpy_library
 
 def torch_library() -> Library:
     torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch finds no device")
     return Library(
         "torch", lambda array: torch.from_numpy(array.copy()).cuda(), lambda array: array.cpu().numpy()
     )
@@ -26,6 +28,8 @@ def jax_library() -> Library:
     import numpy as np
 
     jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this jax finds no device")
     # jax's arrays are never written to, so that there is nothing to pass as `out`.
     return Library(
         "jax", lambda array: jax.block_until_ready(jax.device_put(array)), np.array, takes_out=False

@@ -128,6 +128,7 @@ def test_bad_parents_are_refused(rng: np.random.Generator, fault: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_allocations")
 @pytest.mark.parametrize("B", [1, 33])
 @pytest.mark.parametrize("N", [1, 2, 31, 32, 33, 64, 255, 256, 257, 1025])
 def test_kernels_are_the_reference(rng: np.random.Generator, B: int, N: int) -> None:

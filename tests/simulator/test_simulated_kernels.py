@@ -37,11 +37,14 @@ from inputs import (
     make_token_ids,
 )
 from numba_ddtree import ArgumentError, DraftTree, TreeStatus
-from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.cuda_target import SIMULATED
 
 GOLDEN = {name: tree for name, tree in load_golden_trees().items() if tree.budget <= 8}
 
-pytestmark = pytest.mark.skipif(not SIMULATED, reason="the simulator is off")
+pytestmark = [
+    pytest.mark.skipif(not SIMULATED, reason="the simulator is off"),
+    pytest.mark.usefixtures("poisoned_allocations"),
+]
 
 
 @pytest.fixture(params=["numba", "numpy"])
@@ -52,20 +55,6 @@ def library(request: pytest.FixtureRequest) -> Library:
 @pytest.fixture
 def device() -> Library:
     return numba_library()
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill what the package allocates, so that a result that is not written shows."""
-    allocate = cuda.device_array
-
-    def poisoned(*args: Any, **kwargs: Any) -> Any:
-        array = allocate(*args, **kwargs)
-        if array.size:
-            array.view(np.uint8)[...] = 0xA5
-        return array
-
-    monkeypatch.setattr(cuda, "device_array", poisoned)
 
 
 def test_build_tree_of_every_kind_and_small_budget(rng: np.random.Generator, device: Library) -> None:
@@ -264,6 +253,16 @@ def test_results_repeat_to_the_bit(rng: np.random.Generator, device: Library) ->
     given = make_attention(rng, prefixes=[9], N=3)
     first, second = attend(device, given), attend(device, given)
     assert_same_arrays(dict(enumerate(second)), dict(enumerate(first)))  # type: ignore[arg-type]
+
+
+def test_results_that_cannot_be_written_are_refused(rng: np.random.Generator) -> None:
+    given = make_attention(rng, prefixes=[1], N=1, H=1, latent=2, rope=2)
+    out, lse = np.full(given.q_nope.shape, 7, np.float32), np.zeros((1, 1, 1), np.float32)
+    lse.flags.writeable = False
+    for wrong in (lse, lse.tolist()):
+        with pytest.raises(ArgumentError, match=r"^out, lse: "):
+            attend(numpy_library(), given, out=out, lse=wrong)
+        assert (out == 7).all()
 
 
 def test_empty_batch(library: Library) -> None:
