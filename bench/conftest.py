@@ -19,6 +19,7 @@ import pytest
 
 from bench.results_schema import CaseValue, Results, Row
 from numba_ddtree.devices import find_device_fault
+from numba_ddtree.environment import driver_version
 
 TIMING = (
     "kernels: device time by CUDA-graph replays of 20 calls each, median of 20 replays; "
@@ -45,13 +46,6 @@ def device_name() -> str:
     from cuda.core import Device
 
     return str(Device().name)
-
-
-def driver_version() -> str:
-    """Version of the driver."""
-    from cuda.core import system
-
-    return ".".join(map(str, system.get_kernel_mode_driver_version()))
 
 
 def commit() -> str:

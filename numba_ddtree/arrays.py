@@ -167,11 +167,18 @@ def to_host(name: str, array: Any) -> NDArray[Any]:
 def copy_to_outputs(arrays: dict[str, NDArray[Any]], outputs: dict[str, Any]) -> None:
     """Copy a reference's results into the caller's own host arrays, once all are found to fit."""
     for name, array in arrays.items():
-        if not isinstance(outputs[name], np.ndarray):
-            raise ArgumentError(f"out, {name}", type(outputs[name]).__name__, "a numpy array")
-        check_output(name, outputs[name], array.shape, array.dtype.type)
+        check_output(name, host_output(name, outputs[name]), array.shape, array.dtype.type)
     for name, array in arrays.items():
         np.copyto(outputs[name], array)
+
+
+def host_output(name: str, output: Any) -> NDArray[Any]:
+    """Return one of the caller's own result arrays, which has to be numpy's and writable."""
+    if not isinstance(output, np.ndarray):
+        raise ArgumentError(f"out, {name}", type(output).__name__, "a numpy array")
+    if not output.flags.writeable:
+        raise ArgumentError(f"out, {name}", "a read-only array", "an array that can be written")
+    return output
 
 
 def check_output(name: str, view: Any, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
@@ -265,11 +272,12 @@ def check_count(name: str, value: Any, low: int, high: int) -> int:
 
 
 def check_scalar(name: str, value: Any) -> float:
-    """Check a finite real number."""
+    """Check a real number that is finite in float32."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise ArgumentError(name, repr(value), "a real number")
-    if not np.isfinite(value):
-        raise ArgumentError(name, value, "a finite number")
+    limit = float(np.finfo(np.float32).max)
+    if not -limit <= value <= limit:
+        raise ArgumentError(name, value, "a number that is finite in float32")
     return float(value)
 
 

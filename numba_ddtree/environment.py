@@ -169,11 +169,18 @@ def _driver() -> str:
     try:
         from cuda.core import system
 
-        release = ".".join(map(str, system.get_kernel_mode_driver_version()))
         supported = ".".join(map(str, system.get_user_mode_driver_version()))
+        return f"{driver_version()}, CUDA {supported}"
     except Exception as error:  # no driver, no NVML, no cuda.core: each with a class of its own
         return f"not found: {_reason(error)}"
-    return f"{release}, CUDA {supported}"
+
+
+def driver_version() -> str:
+    """Version of the driver as NVIDIA writes it, like 580.159.04; raises where there is none."""
+    from cuda.core import system
+
+    major, *rest = system.get_kernel_mode_driver_version()
+    return ".".join([str(major), *(f"{part:02d}" for part in rest)])
 
 
 def _devices() -> list[Device]:

@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from numba_ddtree.arrays import Placement, StreamLike, check_output, device_memory, dtype_name, gather
+from numba_ddtree.arrays import (
+    Placement,
+    StreamLike,
+    check_output,
+    device_memory,
+    dtype_name,
+    gather,
+    host_output,
+)
 from numba_ddtree.cuda_target import cuda
 from numba_ddtree.devices import (
     device_context,
@@ -117,12 +125,13 @@ class Transfer:
         return {name: self._exported(out) for name, (out, _) in self._results.items()}
 
     def _checked_out(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any) -> Any:
+        if self._placement.on_host:
+            check_output(name, host_output(name, out), shape, dtype)
+            return cuda.device_array(shape, dtype, stream=self.stream)
         placement, views = gather(**{name: out})
         if placement.device_id != self._placement.device_id:
             raise ArgumentError(f"out, {name}", placement, str(self._placement))
         check_output(name, views[name], shape, dtype)
-        if self._placement.on_host:
-            return cuda.device_array(shape, dtype, stream=self.stream)
         return views[name]
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> tuple[Any, Any]:

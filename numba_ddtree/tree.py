@@ -107,7 +107,7 @@ class DraftTree:
 
     def copy_to(self, out: DraftTree) -> DraftTree:
         """Copy a host tree into the arrays of another of the same shapes, and return that one."""
-        copy_to_outputs(self.arrays(), out.arrays())
+        copy_to_outputs(self.arrays(), arrays_of("out", out, DraftTree))
         return out
 
     @classmethod
@@ -204,6 +204,23 @@ class AcceptResult:
         return AcceptResult(**{name: to_host(name, array) for name, array in self.arrays().items()})
 
 
+def arrays_of(name: str, value: Any, kind: type[DraftTree] | type[AcceptResult]) -> dict[str, Array]:
+    """Return the arrays of an argument that has to be of a certain kind."""
+    if not isinstance(value, kind):
+        raise ArgumentError(name, type(value).__name__, f"a numba_ddtree.{kind.__name__}")
+    return value.arrays()
+
+
+def deepest(parents: NDArray[np.int32], num_nodes: NDArray[np.int32]) -> int:
+    """Largest depth of any node in use, of parents that are known to be earlier slots."""
+    depths = np.zeros(parents.shape, np.int32)
+    rows = np.arange(len(parents))
+    for slot in range(1, parents.shape[1]):
+        used = slot < num_nodes  # padding may hold any parent
+        depths[:, slot] = np.where(used, depths[rows, np.where(used, parents[:, slot], 0)] + 1, 0)
+    return int(depths.max(initial=0))
+
+
 def check_tree(arrays: dict[str, Any], *, max_depth: int, values: bool) -> None:
     """Check the arrays of a tree, given as views.
 
@@ -228,6 +245,9 @@ def check_tree(arrays: dict[str, Any], *, max_depth: int, values: bool) -> None:
     if values:
         parents, num_nodes = (to_host(name, arrays[name]) for name in ("parents", "num_nodes"))
         check_parents("tree.parents", parents, num_nodes)
+        depth = deepest(parents, num_nodes)
+        if depth > max_depth:
+            raise ArgumentError("tree.max_depth", max_depth, f"at least {depth}, the depth of the tree")
 
 
 def check_parents(name: str, parents: NDArray[np.int32], num_nodes: NDArray[np.int32]) -> None:

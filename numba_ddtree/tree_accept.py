@@ -6,18 +6,31 @@ node the earliest wins. The walk itself is then a chain of look-ups in shared me
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from numba_ddtree.arrays import TOKEN_DTYPES, StreamLike, check_array, copy_to_outputs, gather
-from numba_ddtree.cuda_target import cuda, int32
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_ddtree.arrays import (
+    TOKEN_DTYPES,
+    StreamLike,
+    at,
+    check_array,
+    copy_to_outputs,
+    first_where,
+    gather,
+    to_host,
+)
+from numba_ddtree.cuda_target import cuda, int32, int64
 from numba_ddtree.devices import use_reference
+from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import tree_accept as reference
 from numba_ddtree.transfer import Transfer
-from numba_ddtree.tree import AcceptResult, Array, DraftTree, check_tree
+from numba_ddtree.tree import AcceptResult, Array, DraftTree, arrays_of, check_tree
 
 THREADS = block_threads(128)
-NO_CHILD = np.iinfo(np.int32).max
+NO_CHILD = MAX_TOKEN = np.iinfo(np.int32).max
 
 
 def accept_tree_kernel(  # type: ignore[no-untyped-def]
@@ -54,7 +67,8 @@ def accept_tree_kernel(  # type: ignore[no-untyped-def]
         for place in range(length, accepted_indices.shape[1]):
             accepted_indices[request, place] = -1
         accept_length[request] = length
-        bonus_token[request] = int32(target_tokens[request, last]) if last >= 0 else int32(-1)
+        bonus = int64(target_tokens[request, last]) if last >= 0 else int64(-1)
+        bonus_token[request] = int32(bonus) if 0 <= bonus <= MAX_TOKEN else int32(-1)
 
 
 ACCEPT_TREE = Kernel(
@@ -87,7 +101,8 @@ def accept_tree(
     tree : DraftTree
         B requests of N slots. A request of 0 nodes passes through, with length 0 and bonus -1.
     target_tokens : int32 or int64 [B, N]
-        The target's token after each node; those of padding slots are not read.
+        The target's token after each node; those of padding slots are not read. On a device, one
+        below 0 or beyond int32 leads nowhere, and is -1 as a bonus token.
     out : AcceptResult, optional
         A result of the right shapes to write into.
     stream
@@ -107,21 +122,25 @@ def accept_tree(
     ------
     ArgumentError
         Wrong shape, dtype, device or layout of an argument; for host arrays, and with `validate`,
-        also parents that are no tree.
+        also parents that are no tree and tokens that do not fit int32.
     BackendError
         No device for the CUDA backend.
     """
-    placement, views = gather(target_tokens=target_tokens, **tree.arrays())
+    placement, views = gather(target_tokens=target_tokens, **arrays_of("tree", tree, DraftTree))
     target = views.pop("target_tokens")
-    check_tree(views, max_depth=tree.max_depth, values=validate or placement.on_host)
+    checks_values = validate or placement.on_host
+    check_tree(views, max_depth=tree.max_depth, values=checks_values)
     batch, slots = views["parents"].shape
     check_array("target_tokens", target, TOKEN_DTYPES, B=batch, N=slots)
+    if checks_values:
+        _check_tokens(to_host("target_tokens", target), to_host("num_nodes", views["num_nodes"]))
+    outputs_given = None if out is None else arrays_of("out", out, AcceptResult)
     if use_reference(backend, placement):
         arrays = [views[name] for name in ("token_ids", "parents", "num_nodes")]
         result = AcceptResult(*reference.accept_tree(*arrays, target, tree.max_depth))
-        if out is None:
+        if out is None or outputs_given is None:
             return result
-        copy_to_outputs(result.arrays(), out.arrays())
+        copy_to_outputs(result.arrays(), outputs_given)
         return out
     shapes: dict[str, tuple[int, ...]] = {
         "accepted_indices": (batch, tree.max_depth + 1),
@@ -139,3 +158,10 @@ def accept_tree(
             shared_bytes=4 * slots,
         )
         return AcceptResult(**transfer.results())
+
+
+def _check_tokens(target_tokens: NDArray[Any], num_nodes: NDArray[np.int32]) -> None:
+    used = np.arange(target_tokens.shape[1]) < num_nodes[:, None]
+    limits = np.iinfo(np.int32)
+    for index in first_where(used & ((target_tokens < limits.min) | (target_tokens > limits.max))):
+        raise ArgumentError(at("target_tokens", index), target_tokens[index], "a token id of int32")

@@ -48,7 +48,7 @@ from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import tree_build as reference
 from numba_ddtree.status import TreeStatus
 from numba_ddtree.transfer import Transfer
-from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree, tree_shapes
+from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree, arrays_of, tree_shapes
 
 MAX_BUDGET = 1024
 MAX_DEPTH = 64
@@ -401,6 +401,8 @@ def build_tree(
     max_budget = _checked_max_budget(budget, views["budget"], max_budget)
     default_budget = int(budget) if views["budget"] is None else 0
     runs_reference = use_reference(backend, placement)
+    if out is not None:
+        arrays_of("out", out, DraftTree)
     if placement.on_host or validate:
         host = _host_inputs(views, default_budget)
         _check_values(max_budget, *host)

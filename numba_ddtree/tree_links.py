@@ -29,7 +29,7 @@ from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import tree_links as reference
 from numba_ddtree.status import TreeStatus
 from numba_ddtree.transfer import Transfer
-from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree, check_parents, tree_shapes
+from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree, arrays_of, check_parents, deepest, tree_shapes
 
 MAX_SLOTS = 1025
 NOT_A_TREE = -2
@@ -39,6 +39,8 @@ VISIBILITY_RULE = (
 )
 
 THREADS = block_threads(256)
+BAD_SIZE, BAD_PARENT, TOO_DEEP = range(3)
+FAULTS = 3
 
 
 def tree_links_kernel(  # type: ignore[no-untyped-def]
@@ -64,23 +66,26 @@ def tree_links_kernel(  # type: ignore[no-untyped-def]
     s_parent = s_words[:slots]
     s_last_seen = s_words[slots : 2 * slots]
     s_next_sibling = s_words[2 * slots : 3 * slots]
-    s_invalid = s_words[3 * slots : 3 * slots + 1]
+    s_fault = s_words[3 * slots : 3 * slots + FAULTS]  # a word for each check, since checks overlap in time
 
     count = given_num_nodes[request] if given_num_nodes.shape[0] > 0 else int32(slots)
     prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
     if thread == 0:
-        s_invalid[0] = count < 0 or count > slots or (prefix < 0 and count != 0)
+        s_fault[BAD_SIZE] = count < 0 or count > slots or (prefix < 0 and count != 0)
+        s_fault[BAD_PARENT] = 0
+        s_fault[TOO_DEEP] = 0
     cuda.syncthreads()
-    if s_invalid[0] != 0:
+    if s_fault[BAD_SIZE] != 0:
         count = int32(1)
     for slot in range(thread, slots, THREADS):
         parent = given_parents[request, slot] if slot < count else int32(-1)
         s_parent[slot] = parent
         s_last_seen[slot] = -1
         if slot < count and (parent != -1 if slot == 0 else parent < 0 or parent >= slot):
-            s_invalid[0] = 1
+            s_fault[BAD_PARENT] = 1
     cuda.syncthreads()
-    if s_invalid[0] == 0:
+    is_invalid = s_fault[BAD_SIZE] != 0 or s_fault[BAD_PARENT] != 0
+    if not is_invalid:
         for slot in range(thread, count, THREADS):
             depth = 0
             ancestor = s_parent[slot]
@@ -88,15 +93,16 @@ def tree_links_kernel(  # type: ignore[no-untyped-def]
                 depth += 1
                 ancestor = s_parent[ancestor]
             if depth > max_depth:
-                s_invalid[0] = 1
+                s_fault[TOO_DEEP] = 1
             depths[request, slot] = depth
     cuda.syncthreads()
+    is_invalid = is_invalid or s_fault[TOO_DEEP] != 0
     code = int32(TreeStatus.OK) if count > 0 else int32(TreeStatus.FINISHED)
-    if s_invalid[0] != 0:
+    if is_invalid:
         count = int32(1)
         code = int32(TreeStatus.INVALID)
     if thread == 0:
-        if s_invalid[0] != 0:
+        if is_invalid:
             s_parent[0] = -1
             depths[request, 0] = 0
         num_nodes[request] = count
@@ -297,7 +303,7 @@ def tree_to_visibility(tree: DraftTree, *, stream: StreamLike = None) -> Array:
     ArgumentError
         Wrong shape, dtype or layout of the tree's arrays.
     """
-    placement, views = gather(ancestor_bits=tree.ancestor_bits)
+    placement, views = gather(ancestor_bits=arrays_of("tree", tree, DraftTree)["ancestor_bits"])
     bits = views["ancestor_bits"]
     batch, slots = tree.batch_size, tree.num_slots
     check_array("tree.ancestor_bits", bits, (np.uint32,), B=batch, N=slots, words=-(-slots // 32))
@@ -344,14 +350,16 @@ def _from_parents(
     if placement.on_host or validate:
         parents, token_ids, num_nodes, prefix_lengths = _host_inputs(views, batch, slots)
         check_parents("parents", parents, num_nodes)
-        for index in first_where(prefix_lengths < 0):
-            raise ArgumentError(at("prefix_lengths", index), prefix_lengths[index], "a length, not negative")
-        deepest = _deepest(parents, num_nodes)
-        if max_depth is not None and deepest > max_depth:
+        longest = np.iinfo(np.int32).max - slots
+        for index in first_where((prefix_lengths < 0) | (prefix_lengths > longest)):
+            expected = f"a length from 0 to {longest}"
+            raise ArgumentError(at("prefix_lengths", index), prefix_lengths[index], expected)
+        depth = deepest(parents, num_nodes)
+        if max_depth is not None and depth > max_depth:
             limit = f"a depth of at most max_depth = {max_depth}"
-            raise ArgumentError("parents", f"a tree of depth {deepest}", limit)
+            raise ArgumentError("parents", f"a tree of depth {depth}", limit)
         if max_depth is None and placement.on_host:
-            max_depth = deepest
+            max_depth = depth
     depth_limit = slots - 1 if max_depth is None else max_depth
     if runs_reference:
         arrays = reference.links_from_parents(parents, token_ids, num_nodes, prefix_lengths, depth_limit)
@@ -364,7 +372,7 @@ def _from_parents(
             *(transfer.input(view) for view in views.values()),
             np.int32(depth_limit),
             *outputs,
-            shared_bytes=4 * (3 * slots + 1),
+            shared_bytes=4 * (3 * slots + FAULTS),
         )
         return DraftTree(**transfer.results(), max_depth=depth_limit)
 
@@ -374,13 +382,3 @@ def _launch_visibility(placement: Placement, mask: Any, num_nodes: Any, stream: 
         parents = transfer.output("parents", mask.shape[:2], np.int32)
         transfer.launch(VISIBILITY_PARENTS, mask.shape[0], mask, transfer.input(num_nodes), parents)
         return parents
-
-
-def _deepest(parents: NDArray[np.int32], num_nodes: NDArray[np.int32]) -> int:
-    """Largest depth of any node in use; parents are known to be earlier slots."""
-    depths = np.zeros(parents.shape, np.int32)
-    rows = np.arange(len(parents))
-    for slot in range(1, parents.shape[1]):
-        used = slot < num_nodes
-        depths[:, slot] = np.where(used, depths[rows, np.where(used, parents[:, slot], 0)] + 1, 0)
-    return int(depths.max(initial=0))

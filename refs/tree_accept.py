@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+MAX_TOKEN = np.iinfo(np.int32).max
+
 
 class AcceptArrays(NamedTuple):
     """The arrays of `numba_ddtree.AcceptResult`, in its order."""
@@ -47,7 +49,8 @@ def accept_tree(
     num_nodes : int32 [B]
         A request of 0 nodes passes through: length 0, bonus -1.
     target_tokens : int32 or int64 [B, N]
-        The target's token after each node.
+        The target's token after each node; one below 0 or beyond int32 leads nowhere, and is -1 as
+        a bonus token.
     max_depth : int
         L; paths are padded with -1 to L + 1.
     """
@@ -64,5 +67,6 @@ def accept_tree(
         path = accept_path(token_ids[request, used], parents[request, used], target_tokens[request, used])
         result.accepted_indices[request, : len(path)] = path
         result.accept_length[request] = len(path)
-        result.bonus_token[request] = target_tokens[request, path[-1]]
+        bonus = int(target_tokens[request, path[-1]])
+        result.bonus_token[request] = bonus if 0 <= bonus <= MAX_TOKEN else -1
     return result

@@ -69,15 +69,14 @@ def tree_attention(
     lse: NDArray[Any] = np.full((batch, slots, heads), -np.inf, dtype)
     visibility = visibility_from_bits(ancestor_bits)  # [B, N, N]
     for request in range(batch):
-        count, prefix = int(num_nodes[request]), int(prefix_lengths[request])
-        latent: NDArray[Any] = ckv_cache[request, : prefix + count].astype(dtype)  # [P + n, D_CKV]
-        rotary: NDArray[Any] = kpe_cache[request, : prefix + count].astype(dtype)
-        mask = np.ones((count, prefix + count), bool)
-        mask[:, prefix:] = visibility[request, :count, :count]
-        for head in range(heads):
-            scores: NDArray[Any] = q_nope[request, :count, head].astype(dtype) @ latent.T
-            scores += q_pe[request, :count, head].astype(dtype) @ rotary.T
-            scores = np.where(mask, scores * dtype(sm_scale), dtype(-np.inf))  # [n, P + n]
-            probs, lse[request, :count, head] = softmax_with_lse(scores)
-            out[request, :count, head] = probs @ latent
+        prefix = np.arange(prefix_lengths[request])
+        for node in range(num_nodes[request]):
+            # Only these rows are read: a row that the node does not see may hold anything.
+            rows = np.append(prefix, len(prefix) + np.flatnonzero(visibility[request, node]))
+            latent: NDArray[Any] = ckv_cache[request, rows].astype(dtype)  # [keys, D_CKV]
+            rotary: NDArray[Any] = kpe_cache[request, rows].astype(dtype)  # [keys, D_KPE]
+            scores: NDArray[Any] = q_nope[request, node].astype(dtype) @ latent.T  # [H, keys]
+            scores += q_pe[request, node].astype(dtype) @ rotary.T
+            probs, lse[request, node] = softmax_with_lse(scores * dtype(sm_scale))
+            out[request, node] = probs @ latent
     return out, lse

@@ -230,7 +230,7 @@ def test_check_scalar() -> None:
         with pytest.raises(ArgumentError, match=r"^s: got .*; expected a real number$"):
             check_scalar("s", wrong)
     for wrong in (float("nan"), float("inf"), -np.inf, np.float32("nan")):
-        with pytest.raises(ArgumentError, match=r"^s: got .*; expected a finite number$"):
+        with pytest.raises(ArgumentError, match=r"^s: got .*; expected a number that is finite in float32$"):
             check_scalar("s", wrong)
 
 

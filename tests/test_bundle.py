@@ -15,10 +15,10 @@ from typing import Any
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
-from golden import GOLDEN_TREES_PATH, GoldenTree, load_golden_trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from golden import GOLDEN_TREES_PATH, GoldenTree, load_golden_trees
 from numba_ddtree.bundle import DTYPE_CODES, JSON, Bundle, atomic_file, read_bundle, write_bundle
 from numba_ddtree.errors import BundleError
 

@@ -90,9 +90,7 @@ def placed_code(code: Any, start: Any, word: Any) -> Any:
 
 
 @device_function
-def write_ancestor_bits(
-    ancestor_bits: Any, request: Any, s_parents: Any, count: Any, threads: Any
-) -> None:
+def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count: Any, threads: Any) -> None:
     """Write a request's ancestor bits from its parents in shared memory; the whole block takes part.
 
     Parameters

@@ -22,7 +22,7 @@ from numba_ddtree.arrays import (
 from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.refs import tree_attention as reference
-from numba_ddtree.tree import Array, DraftTree, check_tree
+from numba_ddtree.tree import Array, DraftTree, arrays_of, check_tree
 from numba_ddtree.tree_attention.shared_scores import launch_shared_scores
 
 ARGUMENTS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "ancestor_bits", "num_nodes", "prefix_lengths")
@@ -112,7 +112,7 @@ def verify_attention(
         ckv_cache=ckv_cache,
         kpe_cache=kpe_cache,
         prefix_lengths=prefix_lengths,
-        **tree.arrays(),
+        **arrays_of("tree", tree, DraftTree),
     )
     sm_scale = check_scalar("sm_scale", sm_scale)
     values = placement.on_host or validate
