@@ -2,8 +2,8 @@
 
 A call's arrays live together, on the host or on one device. Host arrays (numpy's, or whatever
 `numpy.asarray` takes) become numpy arrays; device arrays (torch, cupy, jax, numba, anything with
-DLPack or ``__cuda_array_interface__``) become Numba device arrays over the same memory, without a
-copy and without synchronising.
+DLPack or ``__cuda_array_interface__``) become `DeviceView` of the same memory, without a copy and
+without synchronising.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def placement_of(name: str, array: Any) -> Placement:
             return HOST
         return Placement(library if library in ("torch", "cupy", "jax") else "numba", int(index))
     if is_numba or hasattr(array, "__cuda_array_interface__"):
-        return Placement("numba", _device_view(name, array)[1])
+        return Placement("numba", getattr(device_view(name, array), "device_id", 0))
     return HOST
 
 
@@ -81,7 +81,7 @@ def gather(**arguments: Any) -> tuple[Placement, dict[str, Any]]:
     -------
     placement : Placement
     views : dict
-        numpy arrays, or Numba device arrays.
+        numpy arrays, or `DeviceView`.
 
     Raises
     ------
@@ -90,11 +90,11 @@ def gather(**arguments: Any) -> tuple[Placement, dict[str, Any]]:
     """
     given = {name: array for name, array in arguments.items() if array is not None}
     placements = {name: placement_of(name, array) for name, array in given.items()}
-    first_name, first = next(iter(placements.items()))
+    first_name, first = next(iter(placements.items()), ("", HOST))
     for name, placement in placements.items():
         if placement.device_id != first.device_id:
             raise ArgumentError(name, _described(placement), f"{_described(first)}, where {first_name} is")
-    view = _host_view if first.on_host else lambda name, array: _device_view(name, array)[0]
+    view = _host_view if first.on_host else device_view
     return first, {name: None if array is None else view(name, array) for name, array in arguments.items()}
 
 
@@ -113,47 +113,100 @@ def _host_view(name: str, array: Any) -> NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _DeviceMemory:
-    """Memory of another library in the form that Numba wraps; keeps its owner alive."""
+class DeviceView:
+    """An array of any library on a device, as kernels take it; keeps its owner alive.
 
+    Attributes
+    ----------
+    pointer : int
+        Address of the first element.
+    shape : tuple of int
+    strides : tuple of int
+        In bytes.
+    dtype : numpy.dtype
+    device_id : int
+    owner : object
+        The array that the memory belongs to.
+    """
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device_id: int
     owner: Any
-    __cuda_array_interface__: dict[str, Any]
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": self.dtype.str,
+            "data": (self.pointer, False),
+            "version": 3,
+        }
+
+    def copy_to_host(self, stream: Any = 0) -> NDArray[Any]:
+        """Copy to numpy on a stream of Numba's; its default stream synchronises."""
+        from numba_ddtree.cuda_target import cuda
+
+        with cuda.gpus[self.device_id]:
+            host: NDArray[Any] = cuda.as_cuda_array(self, sync=False).copy_to_host(stream=stream)
+        return host
 
 
-def _device_view(name: str, array: Any) -> tuple[Any, int]:
-    from numba_ddtree.cuda_target import SIMULATED, cuda
+def device_view(name: str, array: Any) -> Any:
+    """View an array of any library on a device; in the simulator, the array as it is.
 
-    if SIMULATED:
-        return array, 0
-    if hasattr(array, "__cuda_ndarray__"):  # Numba's own
-        return array, array.gpu_data.context.device.id
+    Raises
+    ------
+    ArgumentError
+        Where its dtype is none of numpy's.
+    """
+    from numba_ddtree.cuda_target import SIMULATED
+
+    if SIMULATED or isinstance(array, DeviceView):
+        return array
+    library = type(array).__module__.partition(".")[0]
+    view = {"numba": _numba_view, "numba_cuda": _numba_view, "torch": _torch_view}.get(library, _any_view)
+    try:
+        return view(array)
+    except (BufferError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        got = f"{type(array).__name__} ({error})"
+        raise ArgumentError(name, got, "an array of a dtype that numpy has") from error
+
+
+def _numba_view(array: Any) -> DeviceView:
+    pointer, device = array.device_ctypes_pointer.value or 0, array.gpu_data.context.device.id
+    return DeviceView(pointer, array.shape, array.strides, array.dtype, device, array)
+
+
+def _torch_view(array: Any) -> DeviceView:
+    dtype = np.dtype(str(array.dtype).removeprefix("torch."))
+    strides = tuple(step * dtype.itemsize for step in array.stride())
+    return DeviceView(array.data_ptr(), tuple(array.shape), strides, dtype, array.device.index, array)
+
+
+def _any_view(array: Any) -> DeviceView:
     from cuda.core.utils import StridedMemoryView
 
     # -1: the caller orders the streams, so nothing is synchronised here. jax has no way to say that;
     # it makes the default stream (1) wait for the array.
     stream = 1 if type(array).__module__.startswith("jax") else -1
-    try:
-        memory = StridedMemoryView.from_any_interface(array, stream_ptr=stream)
-        dtype = np.dtype(memory.dtype)
-    except (BufferError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        got = f"{type(array).__name__} ({error})"
-        raise ArgumentError(name, got, "an array of a dtype that numpy has") from error
-    strides = memory.strides
-    interface = {
-        "shape": tuple(memory.shape),
-        "strides": None if strides is None else tuple(step * dtype.itemsize for step in strides),
-        "typestr": dtype.str,
-        "data": (memory.ptr, False),
-        "version": 3,
-    }
-    with cuda.gpus[memory.device_id]:
-        return cuda.as_cuda_array(_DeviceMemory(array, interface), sync=False), memory.device_id
+    memory = StridedMemoryView.from_any_interface(array, stream_ptr=stream)
+    dtype = np.dtype(memory.dtype)
+    shape = tuple(memory.shape)
+    steps = c_strides(shape, 1) if memory.strides is None else memory.strides
+    strides = tuple(step * dtype.itemsize for step in steps)
+    return DeviceView(memory.ptr, shape, strides, dtype, memory.device_id, array)
 
 
-def device_memory(array: Any) -> Any:
-    """Return a Numba device array in a form whose interface names no stream."""
-    interface = {key: value for key, value in array.__cuda_array_interface__.items() if key != "stream"}
-    return _DeviceMemory(array, interface)
+def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Strides of a C-contiguous array, in the unit of the item's size."""
+    strides = [itemsize]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))[-len(shape) :] if shape else ()
 
 
 def to_host(name: str, array: Any) -> NDArray[Any]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from numba.core import types
+from numba.np.numpy_support import from_dtype
+
+from numba_ddtree.arrays import DeviceView, c_strides
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.errors import BackendError
 
@@ -51,8 +57,8 @@ class Kernel:
         self.launch_bounds = threads, blocks_per_processor
         options = {} if SIMULATED else {"launch_bounds": self.launch_bounds}
         self._dispatcher = cuda.jit(**options)(function)
-        self._overloads: dict[Any, Any] = {}  # by types and device
-        self._shared_limits: dict[Any, int] = {}  # by overload and device
+        self._loaded: dict[tuple[Any, ...], Any] = {}  # by device and kinds of arguments
+        self._shared_limits: dict[tuple[Any, ...], int] = {}
 
     @property
     def name(self) -> str:
@@ -67,7 +73,7 @@ class Kernel:
         blocks : int
             Blocks, all along x, whose limit is 2^31 - 1.
         *arguments
-            Numba device arrays and numpy scalars, of one of the signatures.
+            Views of C-contiguous device arrays, and numpy scalars, of one of the signatures.
         stream
             A `cuda.core.Stream`; in the simulator anything.
         shared_bytes : int
@@ -79,36 +85,55 @@ class Kernel:
             with _quick_thread_switches():
                 self._dispatcher[blocks, self.threads, stream, shared_bytes](*arguments)
             return
-        compiled = self._compiled(arguments)
-        self._raise_shared_limit(compiled, shared_bytes)
-        # The compiled kernel's own launch: the dispatcher would warn of every grid below 128 blocks.
-        compiled.launch(arguments, (blocks, 1, 1), (self.threads, 1, 1), stream, shared_bytes)
+        from cuda.core import LaunchConfig, launch
 
-    def _compiled(self, arguments: tuple[Any, ...]) -> Any:
-        """Return the kernel for these types on the current device, compiled at the first call."""
-        types = tuple(self._dispatcher.typeof_pyval(argument) for argument in arguments)
-        key = types, cuda.get_current_device().id
-        if key not in self._overloads:
-            with _toolkit_errors():
-                self._overloads[key] = self._dispatcher.compile(types)
-        return self._overloads[key]
+        # Straight through cuda.core: the dispatcher looks at every argument anew, which takes ten times
+        # as long, and warns of grids below 128 blocks.
+        device_id = cuda.get_current_device().id
+        key = (device_id, *(_kind(argument) for argument in arguments))
+        kernel = self._loaded.get(key) or self._load(key)
+        if shared_bytes > self._shared_limits[key]:
+            self._raise_shared_limit(key, shared_bytes)
+        config = LaunchConfig(grid=blocks, block=self.threads, shmem_size=shared_bytes)
+        launch(stream, config, kernel, *(slot for argument in arguments for slot in _slots(argument)))
 
-    def _raise_shared_limit(self, compiled: Any, shared_bytes: int) -> None:
+    def _load(self, key: tuple[Any, ...]) -> Any:
+        """Compile the kernel for the kinds of its arguments, and load it on the current device."""
+        with _toolkit_errors():
+            compiled = self._dispatcher.compile(tuple(_numba_type(*kind) for kind in key[1:]))
+        self._loaded[key] = compiled._codelibrary.get_cufunc().kernel
+        self._shared_limits[key] = DEFAULT_SHARED_BYTES
+        return self._loaded[key]
+
+    def _raise_shared_limit(self, key: tuple[Any, ...], shared_bytes: int) -> None:
         """Opt in to more than 48 KB, which CUDA asks for kernel by kernel and device by device."""
         from cuda.bindings import driver
 
-        device = cuda.get_current_device().id
-        if shared_bytes <= self._shared_limits.get((compiled, device), DEFAULT_SHARED_BYTES):
-            return
-        (fault,) = driver.cuKernelSetAttribute(
-            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            shared_bytes,
-            compiled._codelibrary.get_cufunc().kernel.handle,
-            device,
-        )
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        (fault,) = driver.cuKernelSetAttribute(attribute, shared_bytes, self._loaded[key].handle, key[0])
         if fault != driver.CUresult.CUDA_SUCCESS:
             raise BackendError(f"{self.name}: {shared_bytes} bytes of shared memory were refused: {fault}")
-        self._shared_limits[compiled, device] = shared_bytes
+        self._shared_limits[key] = shared_bytes
+
+
+def _kind(argument: Any) -> tuple[np.dtype[Any], int]:
+    """Return what compiled code depends on: dtype and number of dimensions, -1 for a scalar."""
+    return argument.dtype, len(argument.shape) if isinstance(argument, DeviceView) else -1
+
+
+def _numba_type(dtype: np.dtype[Any], ndim: int) -> Any:
+    scalar = from_dtype(dtype)
+    return scalar if ndim < 0 else types.Array(scalar, ndim, "C")
+
+
+def _slots(argument: Any) -> tuple[Any, ...]:
+    """Return what a launch passes for an argument: for an array, the members of Numba's structure."""
+    if not isinstance(argument, DeviceView):
+        return (argument,)
+    itemsize, shape = argument.dtype.itemsize, argument.shape
+    no_reference, no_parent = 0, 0
+    head = (no_reference, no_parent, math.prod(shape), itemsize, argument.pointer)
+    return (*head, *shape, *c_strides(shape, itemsize))
 
 
 @contextmanager

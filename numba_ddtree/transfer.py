@@ -18,7 +18,7 @@ from numba_ddtree.arrays import (
     Placement,
     StreamLike,
     check_output,
-    device_memory,
+    device_view,
     dtype_name,
     gather,
     host_output,
@@ -37,7 +37,7 @@ from numba_ddtree.launch import Kernel
 
 @lru_cache(maxsize=64)
 def _empty(device_id: int | None) -> Any:
-    return cuda.device_array(0, np.int32)
+    return device_view("empty", cuda.device_array(0, np.int32))
 
 
 class Transfer:
@@ -87,7 +87,7 @@ class Transfer:
         if view is None:
             return _empty(self._placement.device_id)
         if isinstance(view, np.ndarray):
-            return cuda.to_device(np.ascontiguousarray(view), stream=self.stream)
+            return device_view("input", cuda.to_device(np.ascontiguousarray(view), stream=self.stream))
         return view
 
     def output(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any = None) -> Any:
@@ -127,7 +127,7 @@ class Transfer:
     def _checked_out(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any) -> Any:
         if self._placement.on_host:
             check_output(name, host_output(name, out), shape, dtype)
-            return cuda.device_array(shape, dtype, stream=self.stream)
+            return self._numba_array(shape, dtype)[1]
         placement, views = gather(**{name: out})
         if placement.device_id != self._placement.device_id:
             raise ArgumentError(f"out, {name}", placement, str(self._placement))
@@ -149,9 +149,13 @@ class Transfer:
             with cupy.cuda.Device(device), stream:
                 array = cupy.empty(shape, dtype)
         else:
-            view = cuda.device_array(shape, dtype, stream=self.stream)
-            return (None if self._placement.on_host else view), view
-        return array, gather(**{name: array})[1][name]
+            array, view = self._numba_array(shape, dtype)
+            return (None if self._placement.on_host else array), view
+        return array, device_view(name, array)
+
+    def _numba_array(self, shape: tuple[int, ...], dtype: type[np.generic]) -> tuple[Any, Any]:
+        array = cuda.device_array(shape, dtype, stream=self.stream)
+        return array, device_view("output", array)
 
     def _exported(self, array: Any) -> Any:
         if self._placement.library != "jax":
@@ -160,4 +164,4 @@ class Transfer:
 
         # Copied, since jax would not keep the memory of another library alive.
         launch_stream(self._handle).sync()
-        return jax.numpy.array(device_memory(array), copy=True).block_until_ready()
+        return jax.numpy.array(device_view("output", array), copy=True).block_until_ready()

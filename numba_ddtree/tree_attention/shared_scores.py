@@ -227,7 +227,7 @@ def longest_prefix(limit: int, path: int, width: int) -> int:
 
 def _rows_are_aligned(rows: Any) -> bool:
     """Whether every row starts at a multiple of 16 bytes."""
-    return rows.shape[2] % 4 == 0 and (SIMULATED or rows.device_ctypes_pointer.value % 16 == 0)
+    return rows.shape[2] % 4 == 0 and (SIMULATED or rows.pointer % 16 == 0)
 
 
 def launch_shared_scores(
