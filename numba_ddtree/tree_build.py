@@ -135,6 +135,102 @@ def stage_log_probs(log_probs, request, s_log_probs, staged, s_flags):  # type: 
                 s_flags[INVALID_FLAG] = 1
 
 
+@device_function
+def grow_tree(  # type: ignore[no-untyped-def]
+    log_probs,
+    request,
+    budget,
+    s_log_probs,
+    staged,
+    s_score,
+    s_offer,
+    s_parent,
+    s_depth,
+    s_rank,
+    s_offer_rank,
+    s_first_child,
+    s_last_child,
+    s_next_sibling,
+    s_path,
+    s_path_bits,
+):
+    """Take the best offer until the budget or the offers run out, and return the number of nodes.
+
+    The first warp takes part as a whole; the root is in place, its offer is not.
+    """
+    lane_id = cuda.threadIdx.x
+    taken: Any = uint32(1)
+    root_child = child_key(0.0, uint32(0), uint32(0), log_probs, request, s_log_probs, staged)
+    s_offer[0] = root_child
+    best_key = root_child if lane_id == 0 else NO_OFFER  # of the lane's group of 32 offers
+    best_slot = uint32(0)
+    warp_sync()
+    # Every lane does the same with the chosen offer, so that none waits for another; what differs
+    # is the word of the path that it writes.
+    path_word = uint32(min(lane_id, PATH_WORDS - 1))
+    path_start = uint32(path_word * uint32(s_score.shape[0]))
+    while True:
+        winner = best_lane(best_key, best_slot, s_path, s_path_bits, s_offer_rank, s_depth)
+        slot = uint32(warp_broadcast(int32(best_slot), winner))
+        key = s_offer[slot]
+        if key == NO_OFFER or taken > budget:
+            break
+        node = taken
+        depth = uint32(s_depth[slot])
+        rank = uint32(s_offer_rank[slot])
+        path_bits = s_path_bits[slot]
+        path = s_path[uint32(path_start + slot)]
+        elder = uint32(s_last_child[slot])
+        group_slot = uint32((slot & uint32(0xFFFFFFE0)) + uint32(lane_id))
+        group_key = s_offer[group_slot]
+        score = score_of(key)
+        next_rank = uint32(rank + uint32(1))
+        sibling = child_key(s_score[slot], depth, next_rank, log_probs, request, s_log_probs, staged)
+        child = child_key(
+            score, uint32(depth + uint32(1)), uint32(0), log_probs, request, s_log_probs, staged
+        )
+        warp_sync()  # all have read what now changes
+        taken = uint32(taken + uint32(1))
+        s_score[node] = score
+        s_parent[node] = int32(slot)
+        s_depth[node] = int32(depth + uint32(1))
+        s_rank[node] = int32(rank)
+        s_offer_rank[node] = 0
+        s_offer_rank[slot] = int32(next_rank)
+        s_offer[node] = child
+        s_offer[slot] = sibling
+        s_path[uint32(path_start + node)] = uint32(path | placed_code(rank_code(rank), path_bits, path_word))
+        s_path_bits[node] = path_bits + rank_code_length(rank)
+        if rank == uint32(0):
+            s_first_child[slot] = int32(node)
+        else:
+            s_next_sibling[elder] = int32(node)
+        s_last_child[slot] = int32(node)
+        warp_sync()
+        if group_slot == slot:
+            group_key = sibling
+        if group_slot == node:
+            group_key = child
+        winner = best_lane(group_key, group_slot, s_path, s_path_bits, s_offer_rank, s_depth)
+        group_best = uint32((slot & uint32(0xFFFFFFE0)) + uint32(winner))
+        if lane_id == slot // uint32(LANES):
+            best_slot = group_best
+            best_key = s_offer[group_best]
+        # The new node's group gained one offer, which was seen just now if it is the same group.
+        if lane_id == node // uint32(LANES) and (
+            child > best_key
+            or (
+                child == best_key
+                and child != NO_OFFER
+                and best_slot != node
+                and offer_precedes(s_path, s_path_bits, s_offer_rank, s_depth, node, best_slot)
+            )
+        ):
+            best_key = child
+            best_slot = node
+    return taken
+
+
 def build_tree_kernel(  # type: ignore[no-untyped-def]
     log_probs,  # float32 [B, L, K]
     candidate_ids,  # int32 or int64 [B, L, K]
@@ -198,8 +294,7 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
     elif log_probs[request, 0, 0] == float32(-np.inf):
         code = int32(TreeStatus.NO_CANDIDATE)
 
-    if thread < LANES:
-        taken: Any = uint32(1)
+    if thread == 0:
         s_score[0] = 0.0
         s_parent[0] = -1
         s_depth[0] = 0
@@ -208,80 +303,28 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
         s_path_bits[0] = 0
         for word in range(PATH_WORDS):
             s_path[word * stride] = uint32(0)
-        best_key = NO_OFFER  # of the lane's group of 32 offers
-        best_slot = uint32(0)
-        if code == int32(TreeStatus.OK) and budget > 0:
-            root_child = child_key(0.0, uint32(0), uint32(0), log_probs, request, s_log_probs, staged)
-            s_offer[0] = root_child
-            if thread == 0:
-                best_key = root_child
-        warp_sync()
-        # Every lane does the same with the chosen offer, so that none waits for another; what differs
-        # is the word of the path that it writes.
-        path_word = uint32(min(thread, PATH_WORDS - 1))
-        while True:
-            lane = best_lane(best_key, best_slot, s_path, s_path_bits, s_offer_rank, s_depth)
-            slot = uint32(warp_broadcast(int32(best_slot), lane))
-            key = s_offer[slot]
-            if key == NO_OFFER or taken > budget:
-                break
-            node = taken
-            depth = uint32(s_depth[slot])
-            rank = uint32(s_offer_rank[slot])
-            path_bits = s_path_bits[slot]
-            path = s_path[uint32(path_word * stride + slot)]
-            elder = uint32(s_last_child[slot])
-            group_slot = uint32((slot & uint32(0xFFFFFFE0)) + uint32(thread))
-            group_key = s_offer[group_slot]
-            score = score_of(key)
-            next_rank = uint32(rank + uint32(1))
-            sibling = child_key(s_score[slot], depth, next_rank, log_probs, request, s_log_probs, staged)
-            child = child_key(
-                score, uint32(depth + uint32(1)), uint32(0), log_probs, request, s_log_probs, staged
-            )
-            warp_sync()  # all have read what now changes
-            taken = uint32(taken + uint32(1))
-            s_score[node] = score
-            s_parent[node] = int32(slot)
-            s_depth[node] = int32(depth + uint32(1))
-            s_rank[node] = int32(rank)
-            s_offer_rank[node] = 0
-            s_offer_rank[slot] = int32(next_rank)
-            s_offer[node] = child
-            s_offer[slot] = sibling
-            s_path[uint32(path_word * stride + node)] = uint32(
-                path | placed_code(rank_code(rank), path_bits, path_word)
-            )
-            s_path_bits[node] = path_bits + rank_code_length(rank)
-            if rank == uint32(0):
-                s_first_child[slot] = int32(node)
-            else:
-                s_next_sibling[elder] = int32(node)
-            s_last_child[slot] = int32(node)
-            warp_sync()
-            if group_slot == slot:
-                group_key = sibling
-            if group_slot == node:
-                group_key = child
-            lane = best_lane(group_key, group_slot, s_path, s_path_bits, s_offer_rank, s_depth)
-            group_best = uint32((slot & uint32(0xFFFFFFE0)) + uint32(lane))
-            if thread == slot // uint32(LANES):
-                best_slot = group_best
-                best_key = s_offer[group_best]
-            # The new node's group gained one offer, which was seen just now if it is the same group.
-            if thread == node // uint32(LANES) and (
-                child > best_key
-                or (
-                    child == best_key
-                    and child != NO_OFFER
-                    and best_slot != node
-                    and offer_precedes(s_path, s_path_bits, s_offer_rank, s_depth, node, best_slot)
-                )
-            ):
-                best_key = child
-                best_slot = node
-        if thread == 0:
-            s_flags[COUNT_WORD] = int32(taken)
+        s_flags[COUNT_WORD] = 1
+    cuda.syncthreads()
+    if thread < LANES and code == int32(TreeStatus.OK) and budget > 0:
+        taken = grow_tree(
+            log_probs,
+            request,
+            budget,
+            s_log_probs,
+            staged,
+            s_score,
+            s_offer,
+            s_parent,
+            s_depth,
+            s_rank,
+            s_offer_rank,
+            s_first_child,
+            s_last_child,
+            s_next_sibling,
+            s_path,
+            s_path_bits,
+        )
+        s_flags[COUNT_WORD] = int32(taken)
     cuda.syncthreads()
     count = s_flags[COUNT_WORD]
 
