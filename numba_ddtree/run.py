@@ -12,8 +12,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
+from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
 from numba_ddtree.errors import BackendError, DDTreeError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ PROGRAM = "numba-ddtree"
 BACKENDS = ("auto", "cuda", "simulator", "numpy")
 SIMULATED_ROUND_SECONDS = 60
 
-EXIT_FAILED, EXIT_BAD_USE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
+EXIT_FAILED, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 130, 141
 
 Runner: TypeAlias = "Callable[[OnResult, OnStart], list[CheckResult]]"
 
@@ -47,13 +48,6 @@ examples:
 
 exit codes: 0 all passed; 1 a check failed; 2 wrong usage, a bad file, or no such device; 130 interrupted
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_BAD_USE, f"{self.prog}: {message} (see --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _leave_closed_pipe()
     except (DDTreeError, ImportError, OSError) as error:
-        print(f"{PROGRAM}:", " ".join(str(error).split()), file=sys.stderr)
+        print(f"{PROGRAM}:", one_line(error), file=sys.stderr)
         return EXIT_BAD_USE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -208,7 +202,7 @@ def _leave_closed_pipe() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog=PROGRAM,
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.results_schema import Results, Row, RowKey, load_results
 from numba_ddtree.bundle import atomic_file
+from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
 from numba_ddtree.errors import DDTreeError
 
 _EXIT_FOUND = 1
-_EXIT_BAD_INPUT = 2
 
 _DEFAULT_FOLDER = Path(__file__).resolve().parent.parent / "bench" / "results"
 _PAGE_NAME = "README.md"
@@ -56,13 +56,6 @@ Times are device times. A ratio is the peer's time over the kernel's: above 1, t
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_EXIT_BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool.
 
@@ -80,14 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         exit_code: int = options.run(options)
     except (DDTreeError, OSError) as error:
-        # A file name may hold a line break; the message is one line all the same.
-        print("bench_report:", " ".join(str(error).split()), file=sys.stderr)
-        return _EXIT_BAD_INPUT
+        print("bench_report:", one_line(error), file=sys.stderr)
+        return EXIT_BAD_USE
     return exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="bench_report.py",
         description=__doc__,
         epilog=_EXAMPLES,

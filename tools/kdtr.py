@@ -8,7 +8,7 @@ import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from numba_ddtree.bundle import JSON, Bundle, atomic_file, read_bundle, write_bundle
+from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
 from numba_ddtree.errors import BundleError
-
-_EXIT_BAD_INPUT = 2
 
 _EXAMPLES = """\
 examples:
@@ -29,13 +28,6 @@ examples:
 
 exit codes: 0 done; 2 wrong usage, or a file that is missing, malformed or cannot be written
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_EXIT_BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,14 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except (BundleError, OSError) as error:
-        # A file name may hold a line break; the message is one line all the same.
-        print("kdtr:", " ".join(str(error).split()), file=sys.stderr)
-        return _EXIT_BAD_INPUT
+        print("kdtr:", one_line(error), file=sys.stderr)
+        return EXIT_BAD_USE
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="kdtr.py",
         description=__doc__,
         epilog=_EXAMPLES,

@@ -6,27 +6,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from numba_ddtree.bundle import write_bundle
 from numba_ddtree.cases import ACCEPT_CASES, ATTENTION_CASES, TREE_CASES, AttentionCase, TreeCase
+from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
 from numba_ddtree.errors import DDTreeError
 from numba_ddtree.round_bundle import reference_results, round_tensors
-
-_EXIT_BAD_INPUT = 2
 
 _EPILOG = """\
 There is a bundle for every tree, acceptance and attention case of numba_ddtree/cases.py, and for every
 attention case in the size that Numba's CUDA simulator can run. numba_ddtree/round_bundle.py lists the
 tensors; `numba-ddtree round` runs a bundle. Equal seeds give equal bytes, with the same numpy and machine.
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports wrong usage in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(_EXIT_BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,8 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _write(path, case, options.seed)
             print(f"{path}  {path.stat().st_size:,} bytes  {case.size}")
     except (DDTreeError, OSError) as error:
-        print("make_bundles:", " ".join(str(error).split()), file=sys.stderr)
-        return _EXIT_BAD_INPUT
+        print("make_bundles:", one_line(error), file=sys.stderr)
+        return EXIT_BAD_USE
     return 0
 
 
@@ -73,7 +64,7 @@ def _write(path: Path, case: TreeCase | AttentionCase, seed: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = OneLineParser(
         prog="make_bundles.py",
         description=__doc__,
         epilog=_EPILOG,
