@@ -160,7 +160,7 @@ def kernel_bench(benchmark: Any, recorder: Recorder) -> KernelBench:
 def peer_bench(benchmark: Any, recorder: Recorder) -> Callable[..., None]:
     """Time a peer on the host, and keep the median."""
 
-    def run(operation: str, case: Case, peer: str, call: Callable[[], object], rounds: int = 5) -> None:
+    def run(operation: str, case: Case, peer: str, call: Callable[[], object], rounds: int = 20) -> None:
         benchmark.extra_info.update(case)
         benchmark.pedantic(call, rounds=rounds, warmup_rounds=1)
         recorder.peer(operation, case, peer, 1e6 * benchmark.stats.stats.median)

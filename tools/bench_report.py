@@ -52,7 +52,8 @@ _PAGE_INTRODUCTION = """\
 # Benchmark results
 
 Generated from the `.json` files in this folder by `python tools/bench_report.py page`; do not edit.
-Times are device times. A ratio is the peer's time over the kernel's: above 1, the kernel is faster.
+How times were taken is said with each operation. A ratio is the peer's time over the kernel's: above 1,
+the kernel is faster.
 """
 
 
