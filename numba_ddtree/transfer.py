@@ -139,7 +139,9 @@ class Transfer:
         if library == "torch":
             import torch
 
-            stream = torch.cuda.ExternalStream(self._handle, device=device)
+            # torch takes the handle 0 of an external stream for the wish for a new one.
+            default = torch.cuda.default_stream(device)
+            stream = torch.cuda.ExternalStream(self._handle, device=device) if self._handle else default
             with torch.cuda.stream(stream):
                 array = torch.empty(shape, dtype=getattr(torch, dtype_name(dtype)), device=f"cuda:{device}")
         elif library == "cupy":

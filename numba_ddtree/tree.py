@@ -231,7 +231,8 @@ def check_tree(arrays: dict[str, Any], *, max_depth: int, values: bool) -> None:
     max_depth : int
         The tree's `max_depth`.
     values : bool
-        Also check that the parents are a tree; synchronises for device arrays.
+        Also check that the parents are a tree and the ancestor bits those of the parents; synchronises
+        for device arrays.
 
     Raises
     ------
@@ -248,6 +249,23 @@ def check_tree(arrays: dict[str, Any], *, max_depth: int, values: bool) -> None:
         depth = deepest(parents, num_nodes)
         if depth > max_depth:
             raise ArgumentError("tree.max_depth", max_depth, f"at least {depth}, the depth of the tree")
+        _check_bits(to_host("ancestor_bits", arrays["ancestor_bits"]), parents, num_nodes)
+
+
+def _check_bits(
+    ancestor_bits: NDArray[np.uint32], parents: NDArray[np.int32], num_nodes: NDArray[np.int32]
+) -> None:
+    """Check that each node in use sees itself and what its parent sees; the parents are a tree."""
+    order = np.arange(parents.shape[1])
+    used = order < num_nodes[:, None]
+    has_parent = used & (order > 0)
+    rows = np.arange(len(parents))[:, None]
+    expected = ancestor_bits[rows, np.where(has_parent, parents, 0)]  # [B, N, words]
+    expected = np.where(has_parent[..., None], expected, np.uint32(0))
+    expected[:, order, order // 32] |= (1 << order % 32).astype(np.uint32)
+    for index in first_where(used & (ancestor_bits != expected).any(axis=-1)):
+        got = "bits that are not those of tree.parents"
+        raise ArgumentError(at("tree.ancestor_bits", index), got, "the node's and its ancestors' bits")
 
 
 def check_parents(name: str, parents: NDArray[np.int32], num_nodes: NDArray[np.int32]) -> None:

@@ -487,3 +487,21 @@ def test_errors_are_the_packages_and_the_built_in_ones() -> None:
     ):
         assert issubclass(kind, builtin)
         assert issubclass(kind, DDTreeError)
+
+
+def test_bits_that_are_not_those_of_the_parents_are_refused() -> None:
+    tree = numba_ddtree.DraftTree.from_parents([[-1, 0, 0, 1, 0]], [[0] * 5], num_nodes=[4], backend="numpy")
+    queries, rows = np.zeros((1, 5, 1, 8), np.float32), np.zeros((1, 5, 8), np.float32)
+    for node, bits in ((0, 0b10001), (2, 0b111), (3, 0b1001), (1, 0b1)):
+        wrong = tree.ancestor_bits.copy()
+        wrong[0, node, 0] = bits
+        with pytest.raises(ArgumentError, match=r"^tree\.ancestor_bits\[0, \d\]: got bits that are not"):
+            numba_ddtree.verify_attention(
+                queries,
+                queries,
+                rows,
+                rows,
+                replace(tree, ancestor_bits=wrong),
+                sm_scale=1.0,
+                backend="numpy",
+            )
