@@ -31,6 +31,13 @@ def run_reference(inputs: RoundInputs, dtype: type) -> tuple[np.ndarray, np.ndar
     )
 
 
+def flops_of(case: AttentionCase, inputs: RoundInputs) -> int:
+    """Multiplications and additions of the products with every key that a node sees, its path included."""
+    tree = reference_tree(inputs.draft)
+    keys = sum(case.prefix + int(depth) + 1 for depth in tree.depths[0, : tree.num_nodes[0]])
+    return 2 * keys * case.heads * (2 * case.latent + case.rope)
+
+
 @pytest.fixture(autouse=True)
 def group(benchmark, attention_case):
     benchmark.group = f"verify_attention {attention_case.name}"
@@ -57,15 +64,13 @@ def bench_shared_scores(kernel_bench, on_device, attention_case):
 
     out, lse = call(None)
     expected, _ = run_reference(inputs, np.float64)
-    slots, keys = attention_case.budget + 1, attention_case.prefix + attention_case.budget + 1
-    widths = 2 * attention_case.latent + attention_case.rope
     kernel_bench(
         "tree_attention",
         case_of(attention_case),
         "shared_scores",
         lambda stream: call(stream, out=out, lse=lse),
         max_abs=float(np.abs(out.copy_to_host() - expected).max()),
-        flops=2 * slots * attention_case.heads * keys * widths,
+        flops=flops_of(attention_case, inputs),
     )
 
 

@@ -52,7 +52,8 @@ class Row:
     us : float
         Its device time in microseconds.
     peer, peer_us : str and float, optional
-        What it is compared with, and the peer's device time in microseconds; both or neither.
+        What it is compared with, and the peer's time in microseconds, taken as the results' `timing` says;
+        both or neither.
     host_us : float, optional
         Host time of a call, in microseconds.
     max_abs : float, optional

@@ -106,10 +106,11 @@ class Transfer:
         out: Any = None,
     ) -> list[Any]:
         """Return several results as `output` does; `out` has the caller's own as attributes."""
-        return [
-            self.output(name, shape, dtypes[name], None if out is None else getattr(out, name))
-            for name, shape in shapes.items()
-        ]
+        given = {name: None if out is None else getattr(out, name) for name in shapes}
+        for name, array in given.items():
+            if out is not None and array is None:
+                raise ArgumentError(f"out, {name}", None, "an array")
+        return [self.output(name, shape, dtypes[name], given[name]) for name, shape in shapes.items()]
 
     def results(self) -> dict[str, Any]:
         """Return the results in the caller's kind of array, after the kernels were launched."""

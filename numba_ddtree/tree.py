@@ -242,7 +242,8 @@ def check_tree(arrays: dict[str, Any], *, max_depth: int, values: bool) -> None:
     for name, shape in tree_shapes(*arrays["parents"].shape).items():
         labels = zip(("B", "N", "words"), shape, strict=False)
         check_array(f"tree.{name}", arrays[name], (TREE_DTYPES[name],), **dict(labels))
-    check_count("tree.max_depth", max_depth, 0, np.iinfo(np.int32).max)
+    # A depth of 64 is the most that `build_tree` gives, also for a tree of fewer slots.
+    check_count("tree.max_depth", max_depth, 0, max(int(arrays["parents"].shape[1]) - 1, 64))
     if values:
         parents, num_nodes = (to_host(name, arrays[name]) for name in ("parents", "num_nodes"))
         check_parents("tree.parents", parents, num_nodes)

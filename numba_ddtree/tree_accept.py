@@ -122,7 +122,7 @@ def accept_tree(
     ------
     ArgumentError
         Wrong shape, dtype, device or layout of an argument; for host arrays, and with `validate`,
-        also parents that are no tree and tokens that do not fit int32.
+        also parents that are no tree, ancestor bits that are not theirs and tokens beyond int32.
     BackendError
         No device for the CUDA backend.
     """

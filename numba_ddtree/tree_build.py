@@ -446,6 +446,9 @@ def build_tree(
     runs_reference = use_reference(backend, placement)
     if out is not None:
         arrays_of("out", out, DraftTree)
+        depth = views["draft_log_probs"].shape[1]
+        if out.max_depth != depth:
+            raise ArgumentError("out.max_depth", out.max_depth, f"{depth}, as L is")
     if placement.on_host or validate:
         host = _host_inputs(views, default_budget)
         _check_values(max_budget, *host)

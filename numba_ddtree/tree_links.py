@@ -29,7 +29,16 @@ from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import tree_links as reference
 from numba_ddtree.status import TreeStatus
 from numba_ddtree.transfer import Transfer
-from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree, arrays_of, check_parents, deepest, tree_shapes
+from numba_ddtree.tree import (
+    TREE_DTYPES,
+    Array,
+    DraftTree,
+    arrays_of,
+    check_parents,
+    check_tree,
+    deepest,
+    tree_shapes,
+)
 
 MAX_SLOTS = 1025
 NOT_A_TREE = -2
@@ -303,10 +312,10 @@ def tree_to_visibility(tree: DraftTree, *, stream: StreamLike = None) -> Array:
     ArgumentError
         Wrong shape, dtype or layout of the tree's arrays.
     """
-    placement, views = gather(ancestor_bits=arrays_of("tree", tree, DraftTree)["ancestor_bits"])
+    placement, views = gather(**arrays_of("tree", tree, DraftTree))
+    check_tree(views, max_depth=tree.max_depth, values=False)
     bits = views["ancestor_bits"]
-    batch, slots = tree.batch_size, tree.num_slots
-    check_array("tree.ancestor_bits", bits, (np.uint32,), B=batch, N=slots, words=-(-slots // 32))
+    batch, slots = views["parents"].shape
     if placement.on_host:
         return reference.visibility_from_bits(bits)
     with Transfer(placement, stream) as transfer:
@@ -354,6 +363,9 @@ def _from_parents(
         for index in first_where((prefix_lengths < 0) | (prefix_lengths > longest)):
             expected = f"a length from 0 to {longest}"
             raise ArgumentError(at("prefix_lengths", index), prefix_lengths[index], expected)
+        used = np.arange(slots) < num_nodes[:, None]
+        for index in first_where(used & (token_ids < 0)):
+            raise ArgumentError(at("token_ids", index), token_ids[index], "a token id, not negative")
         depth = deepest(parents, num_nodes)
         if max_depth is not None and depth > max_depth:
             limit = f"a depth of at most max_depth = {max_depth}"

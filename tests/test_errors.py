@@ -505,3 +505,34 @@ def test_bits_that_are_not_those_of_the_parents_are_refused() -> None:
                 sm_scale=1.0,
                 backend="numpy",
             )
+
+
+def test_out_of_another_depth_is_refused() -> None:
+    log_probs, ids = np.zeros((1, 3, 2), np.float32), np.zeros((1, 3, 2), np.int32)
+    tree = numba_ddtree.build_tree(log_probs, ids, 4, backend="numpy")
+    with pytest.raises(ArgumentError, match=r"^out\.max_depth: got 1; expected 3, as L is$"):
+        numba_ddtree.build_tree(log_probs, ids, 4, out=replace(tree, max_depth=1), backend="numpy")
+
+
+def test_a_bound_on_depths_beyond_any_tree_is_refused() -> None:
+    tree = numba_ddtree.DraftTree.from_parents([[-1, 0]], [[1, 2]], backend="numpy")
+    with pytest.raises(ArgumentError, match=r"^tree\.max_depth: got 65; expected a number from 0 to 64$"):
+        numba_ddtree.accept_tree(replace(tree, max_depth=65), [[1, 2]], backend="numpy")
+
+
+def test_negative_tokens_of_slots_in_use_are_refused() -> None:
+    parents, tokens = [[-1, 0, 0]], [[1, -1, -1]]
+    with pytest.raises(
+        ArgumentError, match=r"^token_ids\[0, 1\]: got -1; expected a token id, not negative$"
+    ):
+        numba_ddtree.DraftTree.from_parents(parents, tokens, backend="numpy")
+    tree = numba_ddtree.DraftTree.from_parents(parents, tokens, num_nodes=[1], backend="numpy")
+    np.testing.assert_array_equal(tree.token_ids, [[1, 0, 0]])
+
+
+@pytest.mark.parametrize("member", ["parents", "num_nodes", "ancestor_bits"])
+def test_visibility_of_a_malformed_tree_is_refused(member: str) -> None:
+    tree = numba_ddtree.DraftTree.from_parents([[-1, 0]], [[1, 2]], backend="numpy")
+    for wrong in (None, np.zeros(3, np.int32)[:, None, None, None]):
+        with pytest.raises(ArgumentError, match=rf"^tree\.{member}: "):
+            replace(tree, **{member: wrong}).to_visibility()

@@ -55,7 +55,8 @@ def verify_attention(
         lse = log(sum_k exp(score[k]))
 
     Keys that a node does not see contribute exactly zero and their rows are not read. Deterministic:
-    sums are taken in an order that depends on the shapes only.
+    the same input gives the same bits, in caches that start at a multiple of 16 bytes as all
+    libraries' do; others are summed in another order.
 
     Parameters
     ----------
@@ -92,7 +93,8 @@ def verify_attention(
     -------
     out : float32 [B, N, H, D_CKV]
         Zeros for padding slots. NaN for a request of a device array whose prefix length is negative
-        or does not fit the cache or `max_prefix_length`, or whose tree is malformed.
+        or does not fit the cache or `max_prefix_length`, and for a node whose bits name slots that are
+        not in use or more than `max_depth` ancestors.
     lse : float32 [B, N, H]
         Natural log; -inf for padding slots. Both are numpy arrays for host arrays, after
         synchronising; otherwise arrays of the same library, with no synchronisation.
@@ -102,7 +104,8 @@ def verify_attention(
     ArgumentError
         Wrong shape, dtype, device or layout of an argument, or a key range that the device's shared
         memory does not hold (the message says the longest that it does); for host arrays, and with
-        `validate`, also lengths out of range and parents that are no tree.
+        `validate`, also lengths out of range, parents that are no tree
+        and ancestor bits that are not those of the parents.
     BackendError
         No device for the CUDA backend.
     """

@@ -274,3 +274,31 @@ def test_empty_batch(library: Library) -> None:
     assert_same_tree(tree, build(*empty.values(), 3))
     target = np.zeros((0, 4), np.int32)
     assert check_accept(library, tree, target).accepted_indices.shape == (0, 3)
+
+
+def test_scores_are_summed_in_float64(device: Library) -> None:
+    # In float32 both second tokens add less than half an ulp to the first's 64, and tie.
+    log_probs = np.array(
+        [[[-64.0, -64.0], [-1e-6, -30.0]], [[-64.0, -64.000004], [-1e-6, -2e-6]]], np.float32
+    )
+    check_build(device, log_probs, np.arange(8, dtype=np.int32).reshape(2, 2, 2), 6)
+
+
+def test_a_tie_is_decided_past_the_first_word_of_the_path(device: Library) -> None:
+    # Ranks 0 of a bit each, down to depth 34 and more, then a choice among equals.
+    log_probs = np.zeros((1, 40, 2), np.float32)
+    log_probs[:, :34, 1] = -5
+    check_build(device, log_probs, np.arange(80, dtype=np.int32).reshape(1, 40, 2), 64)
+
+
+def test_nan_beyond_the_ranks_in_shared_memory(device: Library) -> None:
+    # No more ranks of a row are kept there than the budget can reach, which is 20.
+    log_probs = np.repeat(-np.arange(700, dtype=np.float32)[None, None], 64, axis=1).repeat(2, axis=0)
+    log_probs[1, 63, 699] = np.nan
+    check_build(device, log_probs, np.zeros(log_probs.shape, np.int32), 20)
+
+
+@pytest.mark.parametrize("budget", [12, 13])
+def test_exhausted_by_one_node(device: Library, budget: int) -> None:
+    log_probs = np.log(np.array([[[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]]], np.float32))
+    check_build(device, log_probs, np.zeros((1, 2, 3), np.int32), budget)
