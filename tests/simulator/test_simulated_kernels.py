@@ -277,7 +277,7 @@ def test_empty_batch(library: Library) -> None:
 
 
 def test_scores_are_summed_in_float64(device: Library) -> None:
-    # In float32 both second tokens add less than half an ulp to the first's 64, and tie.
+    # In float32, children would tie with their parents: 1e-6 is less than half an ulp of 64.
     log_probs = np.array(
         [[[-64.0, -64.0], [-1e-6, -30.0]], [[-64.0, -64.000004], [-1e-6, -2e-6]]], np.float32
     )
