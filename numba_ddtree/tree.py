@@ -123,7 +123,10 @@ class DraftTree:
         backend: str | None = None,
         validate: bool = False,
     ) -> DraftTree:
-        """Make a tree of parents that another builder gave; see `numba_ddtree.tree_links`."""
+        """Make a tree of parents, int32 [B, N], and tokens, int32 [B, N], that another builder gave.
+
+        `numba_ddtree.tree_links.tree_from_parents` describes the parameters, errors and guarantees.
+        """
         from numba_ddtree.tree_links import tree_from_parents
 
         return tree_from_parents(
@@ -150,7 +153,10 @@ class DraftTree:
         backend: str | None = None,
         validate: bool = False,
     ) -> DraftTree:
-        """Make a tree of a boolean ancestor mask; see `numba_ddtree.tree_links`."""
+        """Make a tree of an ancestor mask, bool [B, N, N], and tokens, int32 [B, N].
+
+        `numba_ddtree.tree_links.tree_from_visibility` describes the parameters, errors and guarantees.
+        """
         from numba_ddtree.tree_links import tree_from_visibility
 
         return tree_from_visibility(
@@ -165,7 +171,10 @@ class DraftTree:
         )
 
     def to_visibility(self, *, stream: StreamLike = None) -> Array:
-        """Expand the ancestor bits to a mask, bool [B, N, N]; see `numba_ddtree.tree_links`."""
+        """Expand the ancestor bits to a mask, bool [B, N, N].
+
+        `numba_ddtree.tree_links.tree_to_visibility` describes the stream and errors.
+        """
         from numba_ddtree.tree_links import tree_to_visibility
 
         return tree_to_visibility(self, stream=stream)

@@ -14,7 +14,7 @@ import pytest
 
 from numba_ddtree import checks, round_checks, stages
 from numba_ddtree.bundle import read_bundle, write_bundle
-from numba_ddtree.cases import ATTENTION_CASES, TREE_CASES
+from numba_ddtree.cases import ATTENTION_CASES, TREE_CASES, AttentionCase, reference_tree
 from numba_ddtree.check_results import Check, CheckResult, Comparison, compare_arrays, run_all
 from numba_ddtree.checks import planned_checks, run_checks
 from numba_ddtree.errors import ArgumentError, BackendError, BundleError
@@ -224,6 +224,32 @@ class TestRounds:
         array.flat[-1] += 1
         results = run_round(read_round(edited(round_path, **{tensor: array})), "numpy")
         assert [result.name for result in results if not result.passed] == [f"{stage}/stored"]
+
+    @pytest.mark.parametrize("case", ATTENTION_CASES, ids=lambda case: case.name)
+    def test_unit_scale_widens_no_bound(self, case: AttentionCase) -> None:
+        inputs = case.inputs()
+        nodes = reference_tree(inputs.draft).num_nodes
+        rows = inputs.draft.prefix_lengths + nodes
+        scales = round_checks._scales(inputs.required_attention, rows, nodes)
+        assert scales == {"out": 1.0, "lse": 1.0}
+
+    def test_bounds_follow_the_magnitude_of_what_is_read(self, tmp_path: Path) -> None:
+        # 20 times the queries make scores, and the ulp of lse, 20 times as large.
+        inputs = ATTENTION_CASES[0].shrunk().inputs()
+        attention = inputs.required_attention
+        attention = replace(attention, q_nope=20 * attention.q_nope, q_pe=20 * attention.q_pe)
+        # A row that no node reads must not count.
+        attention.ckv_cache[:, -1] = 1e30
+        inputs = replace(inputs, attention=attention)
+        path = tmp_path / "large.kdtr"
+        write_bundle(path, round_tensors(inputs, reference_results(inputs)))
+        assert all(result.passed for result in run_round(read_round(path), "numpy"))
+        for name in ("out", "lse"):
+            array = read_bundle(path, map_payloads=False).tensors[f"expected/{name}"].copy()
+            array.flat[0] += 1e-3
+            results = run_round(read_round(edited(path, **{f"expected__{name}": array})), "numpy")
+            assert [result.name for result in results if not result.passed] == ["verify_attention/stored"]
+            write_bundle(path, round_tensors(inputs, reference_results(inputs)))
 
     def test_attention_may_be_missing(self, tmp_path: Path) -> None:
         inputs = TREE_CASES[1].inputs()
