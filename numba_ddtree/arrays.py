@@ -3,7 +3,7 @@
 A call's arrays live together, on the host or on one device. Host arrays (numpy's, or whatever
 `numpy.asarray` takes) become numpy arrays; device arrays (torch, cupy, jax, numba, anything with
 DLPack or ``__cuda_array_interface__``) become `DeviceView` of the same memory, without a copy and
-without synchronising.
+without synchronising. bfloat16, which numpy itself has not, is the dtype of `ml_dtypes`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from ml_dtypes import bfloat16
 from numpy.typing import DTypeLike, NDArray
 
 from numba_ddtree.errors import ArgumentError
@@ -21,6 +22,7 @@ StreamLike: TypeAlias = Any
 """A stream of cuda.core, torch, cupy or numba, anything with ``__cuda_stream__``, a raw handle, or None."""
 
 TOKEN_DTYPES = (np.int32, np.int64)
+FLOAT_DTYPES = (np.float32, np.float16, bfloat16)
 _DLPACK_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged
 
 
@@ -104,12 +106,24 @@ def _described(placement: Placement) -> str:
 
 def _host_view(name: str, array: Any) -> NDArray[Any]:
     try:
-        view = np.asarray(array)
+        view = (
+            _host_bfloat16(array)
+            if str(getattr(array, "dtype", "")) == "torch.bfloat16"
+            else np.asarray(array)
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(name, f"{type(array).__name__} ({error})", "an array") from error
-    if view.dtype.kind not in "biuf":
+    if view.dtype.kind not in "biuf" and view.dtype != bfloat16:
         raise ArgumentError(name, f"dtype {view.dtype}", "an array of numbers")
     return view
+
+
+def _host_bfloat16(tensor: Any) -> NDArray[Any]:
+    """View a torch tensor that torch itself gives numpy no view of."""
+    import torch
+
+    bits: NDArray[Any] = tensor.detach().view(torch.int16).numpy()
+    return bits.view(bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +166,7 @@ class DeviceView:
 
         with cuda.gpus[self.device_id]:
             host: NDArray[Any] = cuda.as_cuda_array(self, sync=False).copy_to_host(stream=stream)
-        return host
+        return host.view(self.dtype)  # of bfloat16, the interface tells the size alone
 
 
 def device_view(name: str, array: Any) -> Any:
@@ -161,19 +175,20 @@ def device_view(name: str, array: Any) -> Any:
     Raises
     ------
     ArgumentError
-        Where its dtype is none of numpy's.
+        Where its dtype is neither one of numpy's nor bfloat16.
     """
     from numba_ddtree.cuda_target import SIMULATED
 
     if SIMULATED or isinstance(array, DeviceView):
         return array
     library = type(array).__module__.partition(".")[0]
-    view = {"numba": _numba_view, "numba_cuda": _numba_view, "torch": _torch_view}.get(library, _any_view)
+    views = {"numba": _numba_view, "numba_cuda": _numba_view, "torch": _torch_view, "cupy": _cupy_view}
+    view = views.get(library, _any_view)
     try:
         return view(array)
     except (BufferError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         got = f"{type(array).__name__} ({error})"
-        raise ArgumentError(name, got, "an array of a dtype that numpy has") from error
+        raise ArgumentError(name, got, "an array of bfloat16 or of a dtype that numpy has") from error
 
 
 def _numba_view(array: Any) -> DeviceView:
@@ -185,6 +200,11 @@ def _torch_view(array: Any) -> DeviceView:
     dtype = np.dtype(str(array.dtype).removeprefix("torch."))
     strides = tuple(step * dtype.itemsize for step in array.stride())
     return DeviceView(array.data_ptr(), tuple(array.shape), strides, dtype, array.device.index, array)
+
+
+def _cupy_view(array: Any) -> DeviceView:
+    dtype = np.dtype(array.dtype)
+    return DeviceView(array.data.ptr, array.shape, array.strides, dtype, array.device.id, array)
 
 
 def _any_view(array: Any) -> DeviceView:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 from numba.core import types
 from numba.np.numpy_support import from_dtype
 
@@ -73,7 +74,8 @@ class Kernel:
         blocks : int
             Blocks, all along x, whose limit is 2^31 - 1.
         *arguments
-            Views of C-contiguous device arrays, and numpy scalars, of one of the signatures.
+            Views of C-contiguous device arrays, and numpy scalars, of one of the signatures; there, an
+            array of bfloat16 is one of uint16, the numbers' bits.
         stream
             A `cuda.core.Stream`; in the simulator anything.
         shared_bytes : int
@@ -83,7 +85,7 @@ class Kernel:
             return
         if SIMULATED:
             with _quick_thread_switches():
-                self._dispatcher[blocks, self.threads, stream, shared_bytes](*arguments)
+                self._dispatcher[blocks, self.threads, stream, shared_bytes](*map(_with_bits, arguments))
             return
         from cuda.core import LaunchConfig, launch
 
@@ -121,8 +123,13 @@ def _kind(argument: Any) -> tuple[np.dtype[Any], int]:
     return argument.dtype, len(argument.shape) if isinstance(argument, DeviceView) else -1
 
 
+def _with_bits(argument: Any) -> Any:
+    """Return an argument as the simulator takes it: Numba has no bfloat16, so that its bits stand for it."""
+    return argument.view(np.uint16) if argument.dtype == bfloat16 else argument
+
+
 def _numba_type(dtype: np.dtype[Any], ndim: int) -> Any:
-    scalar = from_dtype(dtype)
+    scalar = types.uint16 if dtype == bfloat16 else from_dtype(dtype)
     return scalar if ndim < 0 else types.Array(scalar, ndim, "C")
 
 

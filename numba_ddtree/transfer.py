@@ -8,11 +8,13 @@ the call waits for its own work, since XLA's streams cannot be named.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 
 from numba_ddtree.arrays import (
     Placement,
@@ -165,6 +167,9 @@ class Transfer:
             return array
         import jax.numpy
 
-        # Copied, since jax would not keep the memory of another library alive.
+        # Copied, since jax would not keep the memory of another library alive; bfloat16 as its bits,
+        # since the array interface cannot name it.
         launch_stream(self._handle).sync()
-        return jax.numpy.array(device_view("output", array), copy=True).block_until_ready()
+        view = device_view("output", array)
+        named = replace(view, dtype=np.dtype(np.uint16)) if view.dtype == bfloat16 else view
+        return jax.numpy.array(named, copy=True).view(view.dtype).block_until_ready()

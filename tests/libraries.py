@@ -6,17 +6,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from kernel_checks import Library, numba_library, numpy_library
+from ml_dtypes import bfloat16
+from numpy.typing import NDArray
 
 
 def torch_library() -> Library:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch finds no device")
-    return Library(
-        "torch", lambda array: torch.from_numpy(array.copy()).cuda(), lambda array: array.cpu().numpy()
-    )
+
+    # torch neither takes nor gives numpy's form of bfloat16; its bits it does.
+    def put(array: NDArray[Any]) -> Any:
+        if array.dtype == bfloat16:
+            return torch.from_numpy(array.view(np.int16).copy()).cuda().view(torch.bfloat16)
+        return torch.from_numpy(array.copy()).cuda()
+
+    def get(array: Any) -> NDArray[Any]:
+        if array.dtype == torch.bfloat16:
+            return array.cpu().view(torch.int16).numpy().view(bfloat16)
+        return array.cpu().numpy()
+
+    return Library("torch", put, get)
 
 
 def cupy_library() -> Library:
@@ -25,8 +38,6 @@ def cupy_library() -> Library:
 
 
 def jax_library() -> Library:
-    import numpy as np
-
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("this jax finds no device")

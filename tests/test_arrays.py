@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from kernel_checks import assert_same_tree, numba_library
 from libraries import LIBRARIES
+from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 import numba_ddtree
@@ -26,6 +27,7 @@ from numba_ddtree.arrays import (
     placement_of,
     to_host,
 )
+from numba_ddtree.transfer import Transfer
 
 
 class DummyDeviceArray:
@@ -245,7 +247,56 @@ def test_first_where() -> None:
     assert list(first_where(np.zeros((0, 3), bool))) == []
 
 
+@pytest.mark.parametrize("dtype", [bfloat16, np.float16, np.uint8, np.int8])
+def test_small_numbers_are_seen_as_they_are(dtype: Any) -> None:
+    array = np.arange(6).astype(dtype).reshape(2, 3)
+    placement, views = gather(x=array)
+    assert placement == HOST
+    assert views["x"] is array
+    check_array("x", views["x"], (dtype,), B=2, N=3)
+    with pytest.raises(
+        ArgumentError, match=rf"^x: got {np.dtype(dtype).name} of .*; expected int32 or bfloat16"
+    ):
+        check_array("x", views["x"], (np.int32, bfloat16), B=3, N=3)
+    assert to_host("x", array).dtype == dtype
+
+
+def test_bfloat16_of_torch_on_the_host() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    view = gather(x=tensor)[1]["x"]
+    assert view.dtype == bfloat16
+    assert view.tolist() == [[0, 1, 2], [3, 4, 5]]
+    tensor[0, 0] = 7
+    assert view[0, 0] == 7
+    assert gather(x=tensor.T)[1]["x"].tolist() == tensor.T.tolist()
+
+
 # On a device.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make_library", LIBRARIES)
+@pytest.mark.parametrize("dtype", [bfloat16, np.float16, np.uint8, np.int8])
+def test_small_numbers_go_to_the_device_and_back(
+    rng: np.random.Generator, make_library: Any, dtype: Any
+) -> None:
+    library = make_library()
+    values = rng.integers(0, 99, (3, 5)).astype(dtype)
+    try:
+        array = library.put(values)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        pytest.skip(f"{library.name} has no {np.dtype(dtype).name}: {error}")
+    placement, views = gather(x=array)
+    with Transfer(placement, None) as transfer:
+        given = transfer.input(views["x"])
+        transfer.output("result", (5, 3), dtype)
+        assert given.dtype == dtype
+        np.testing.assert_array_equal(given.copy_to_host().view(np.uint8), values.view(np.uint8))
+        result = transfer.results()["result"]
+    assert result.shape == (5, 3)
+    assert isinstance(result, type(array))
+    assert result.dtype == array.dtype
 
 
 @pytest.mark.gpu
