@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from numba_ddtree import DraftTree, accept_tree
@@ -9,6 +10,7 @@ from numba_ddtree.cases import RoundInputs, TreeCase, reference_tree
 from numba_ddtree.refs import tree_accept as reference
 
 BATCH, DEPTH = 32, 15
+STOPS = 8
 BUDGETS = (64, 1024)
 
 pytestmark = pytest.mark.parametrize("budget", BUDGETS)
@@ -40,6 +42,32 @@ def bench_kernel(kernel_bench, on_device, budget):
         case_of(budget),
         "accept_tree",
         lambda stream: accept_tree(tree, target_tokens, out=out, stream=stream),
+    )
+
+
+def bench_kernel_with_endings(kernel_bench, on_device, budget):
+    inputs = round_inputs(budget)
+    tree = DraftTree(*on_device(*reference_tree(inputs.draft)), max_depth=DEPTH)
+    (target_tokens,) = on_device(inputs.target_tokens)
+    # Token ids that no draft has, and a length beyond the depth, so that the walks are as long.
+    stops, remaining, ignore_eos, finished = on_device(
+        np.full((BATCH, STOPS), np.iinfo(np.int32).max, np.int32),
+        np.full(BATCH, DEPTH + 2, np.int32),
+        np.zeros(BATCH, bool),
+        np.zeros(BATCH, bool),
+    )
+    endings = {
+        "stop_token_ids": stops,
+        "remaining": remaining,
+        "ignore_eos": ignore_eos,
+        "finished": finished,
+    }
+    out = accept_tree(tree, target_tokens, **endings)
+    kernel_bench(
+        "tree_accept",
+        case_of(budget) | {"stops": STOPS},
+        "accept_tree",
+        lambda stream: accept_tree(tree, target_tokens, **endings, out=out, stream=stream),
     )
 
 

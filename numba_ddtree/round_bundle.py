@@ -20,7 +20,8 @@ tensor                   dtype, shape                meaning
 =======================  ==========================  ==================================================
 
 The five tensors of attention may be missing together; the round is then building and accepting. So may the
-expected arrays of a stage (tree, attention, accept). Tensors of other names are ignored.
+expected arrays of a stage (tree, attention, accept), and among those of accept ``tokens`` and
+``finish_reason``, which older bundles lack. Tensors of other names are ignored.
 """
 
 from __future__ import annotations
@@ -81,7 +82,10 @@ _ACCEPT_LAYOUT: Layout = {
     "accepted_indices": (("int32",), "B L+1"),
     "accept_length": (("int32",), "B"),
     "bonus_token": (("int32",), "B"),
+    "tokens": (("int32",), "B L+1"),
+    "finish_reason": (("int32",), "B"),
 }
+_MAY_BE_MISSING = ("tokens", "finish_reason")
 STAGES: dict[str, Layout] = {
     "build_tree": _TREE_LAYOUT,
     "verify_attention": {"out": (_FLOATS, "B N H D_CKV"), "lse": (_FLOATS, "B N H")},
@@ -233,13 +237,14 @@ def _checked_expected(
 ) -> dict[str, dict[str, NDArray[Any]]]:
     expected = {}
     for stage, layout in STAGES.items():
-        named = {f"{_EXPECTED}{name}": rule for name, rule in layout.items()}
+        held = [name for name in layout if f"{_EXPECTED}{name}" in tensors or name not in _MAY_BE_MISSING]
+        named = {f"{_EXPECTED}{name}": layout[name] for name in held}
         if not any(name in tensors for name in named):
             continue
         if stage == "verify_attention" and not has_attention:
             raise BundleError(f"{_listed(named)}: expected results without their inputs, q_nope and so on")
         _check_layout(tensors, named, sizes)
-        expected[stage] = {name: tensors[f"{_EXPECTED}{name}"] for name in layout}
+        expected[stage] = {name: tensors[f"{_EXPECTED}{name}"] for name in held}
     return expected
 
 

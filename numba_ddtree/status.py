@@ -1,4 +1,4 @@
-"""Status codes of a request."""
+"""Status codes of a request: what became of its tree, and of its walk."""
 
 from __future__ import annotations
 
@@ -31,3 +31,27 @@ class TreeStatus(IntEnum):
     EXHAUSTED = 3
     FINISHED = 4
     INVALID = 5
+
+
+class FinishReason(IntEnum):
+    """What a round means for one request of a batch: whether, and why, it emits no more tokens.
+
+    Attributes
+    ----------
+    UNFINISHED
+        The request goes on.
+    STOP
+        The last token emitted is a stop token. One that also fills the length counts as this.
+    LENGTH
+        The last token emitted fills the remaining length.
+    INVALID
+        The target has no token (below 0, or beyond int32) after the last accepted node.
+    INACTIVE
+        The request took no part: it was finished before, is padding, or has no nodes.
+    """
+
+    UNFINISHED = 0
+    STOP = 1
+    LENGTH = 2
+    INVALID = 3
+    INACTIVE = 4

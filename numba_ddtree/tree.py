@@ -190,14 +190,20 @@ class AcceptResult:
         Slots of the accepted path, root first, padded with -1; L is the tree's `max_depth`.
     accept_length : int32 [B]
         Accepted slots, with the root: the number of tokens that the round emits, namely the tokens
-        of ``accepted_indices[1:]`` and then the bonus token.
+        of ``accepted_indices[1:]`` and then the bonus token. 0 for a request that takes no part.
     bonus_token : int32 [B]
-        The target's own token after the last accepted slot; -1 for a request without nodes.
+        The target's own token after the last accepted slot; -1 for a request that takes no part.
+    tokens : int32 [B, L + 1]
+        The tokens that the round emits, padded with -1.
+    finish_reason : int32 [B]
+        `FinishReason` of each request; 0 where it goes on.
     """
 
     accepted_indices: Array
     accept_length: Array
     bonus_token: Array
+    tokens: Array
+    finish_reason: Array
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays by name, without copying."""
@@ -205,7 +211,7 @@ class AcceptResult:
 
     @property
     def num_accepted_drafts(self) -> Array:
-        """``accept_length - 1``, int32 [B]: draft tokens accepted (-1 for a request without nodes)."""
+        """``accept_length - 1``, int32 [B]: draft tokens accepted (-1 for a request that takes no part)."""
         return self.accept_length - 1
 
     def to_host(self) -> AcceptResult:

@@ -121,6 +121,18 @@ def make_target_tokens(
     return target
 
 
+def make_endings(rng: np.random.Generator, B: int, *, tokens: int = 5, longest: int = 6) -> dict[str, Any]:
+    """Draw what may end requests: the optional arrays of `accept_tree`, some of them not given."""
+    shape = [(3,), (B, 3), (1,), (B, 0)][rng.integers(4)]
+    endings = {
+        "stop_token_ids": rng.integers(-1, tokens, shape).astype(np.int32),
+        "remaining": rng.integers(-1, longest + 1, B).astype(np.int32),
+        "ignore_eos": rng.random(B) < 0.3 if rng.random() < 0.8 else bool(rng.integers(2)),
+        "finished": rng.random(B) < 0.2 if rng.random() < 0.5 else rng.integers(-1, 2, B).astype(np.int32),
+    }
+    return {name: value for name, value in endings.items() if rng.random() < 0.7}
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionInputs:
     """Arguments of `verify_attention`, as numpy arrays."""

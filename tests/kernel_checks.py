@@ -135,17 +135,28 @@ def check_build(
 
 
 def check_accept(
-    library: Library, tree: DraftTree, target_tokens: NDArray[Any], **options: Any
+    library: Library,
+    tree: DraftTree,
+    target_tokens: NDArray[Any],
+    endings: dict[str, Any] | None = None,
+    **options: Any,
 ) -> AcceptResult:
-    """Accept into poisoned arrays; the walk must be the reference's. `tree` is a host tree."""
+    """Accept into poisoned arrays; the walk must be the reference's.
+
+    `tree` is a host tree, and `endings` holds numpy arrays, as `inputs.make_endings` makes them.
+    """
+    endings = endings or {}
     want = AcceptResult(
         *accept_reference.accept_tree(
-            tree.token_ids, tree.parents, tree.num_nodes, target_tokens, tree.max_depth
+            tree.token_ids, tree.parents, tree.num_nodes, target_tokens, tree.max_depth, **endings
         )
     )
     guards = {name: Guarded(library, array.shape, np.int32) for name, array in want.arrays().items()}
     out = AcceptResult(**{name: guard.array for name, guard in guards.items()}) if library.takes_out else None
-    result = numba_ddtree.accept_tree(library.put_tree(tree), library.put(target_tokens), out=out, **options)
+    given = {k: library.put(v) if isinstance(v, np.ndarray) else v for k, v in endings.items()}
+    result = numba_ddtree.accept_tree(
+        library.put_tree(tree), library.put(target_tokens), out=out, **given, **options
+    )
     got = AcceptResult(**{name: library.get(array) for name, array in result.arrays().items()})
     for guard in guards.values():
         guard.check()

@@ -268,9 +268,16 @@ class TestRounds:
         with pytest.raises(ArgumentError, match="prefix_lengths"):
             run_round(bundle, "numpy")
 
+    def test_bundles_of_before_the_emitted_tokens_are_read(self, round_path: Path) -> None:
+        path = edited(round_path, expected__tokens=None, expected__finish_reason=None)
+        bundle = read_round(path)
+        assert list(bundle.expected["accept_tree"]) == ["accepted_indices", "accept_length", "bonus_token"]
+        assert all(result.passed for result in run_round(bundle, "numpy"))
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
+            ({"expected__tokens": np.zeros((1, 2), np.int32)}, r"'expected/tokens': .*\[B, L\+1\]"),
             ({"draft_log_probs": None}, "no tensor draft_log_probs; a round has"),
             ({"q_pe": None, "sm_scale": None}, "no tensor q_pe, sm_scale; a round has q_nope"),
             ({"expected__depths": None}, "no tensor expected/depths"),

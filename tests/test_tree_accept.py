@@ -26,6 +26,7 @@ from inputs import (
     TREE_KINDS,
     build,
     link,
+    make_endings,
     make_log_probs,
     make_parent_batch,
     make_parents,
@@ -33,7 +34,11 @@ from inputs import (
 )
 from numba_ddtree import AcceptResult, ArgumentError, DraftTree
 from numba_ddtree.refs.tree_accept import accept_path
+from numba_ddtree.status import FinishReason
+from numba_ddtree.tree_accept import result_shapes
 
+UNFINISHED, STOP, LENGTH = FinishReason.UNFINISHED, FinishReason.STOP, FinishReason.LENGTH
+INACTIVE = FinishReason.INACTIVE
 GOLDEN = load_golden_trees()
 
 
@@ -89,6 +94,48 @@ def test_reference_is_the_walk_down_the_links(seed: int, N: int, kind: str, agre
     assert result.bonus_token[0] == target[0, path[-1]]
 
 
+@settings(max_examples=300)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 30))
+def test_endings_cut_what_would_be_emitted_without_them(seed: int, N: int) -> None:
+    rng = np.random.default_rng(seed)
+    B = 3
+    counts = rng.integers(0, N + 1, B).astype(np.int32)
+    tree = link(make_parent_batch(rng, B, N), rng.integers(0, 3, (B, N)).astype(np.int32), counts)
+    target, endings = make_target_tokens(rng, tree, 0.95), make_endings(rng, B)
+    free = numba_ddtree.accept_tree(tree, target, backend="numpy")
+    got = numba_ddtree.accept_tree(tree, target, **endings, backend="numpy")
+    assert (free.finish_reason == np.where(counts > 0, UNFINISHED, INACTIVE)).all()
+    for request in range(B):
+        emitted, reason = cut(free.tokens[request, : free.accept_length[request]].tolist(), request, endings)
+        length = len(emitted)
+        assert got.finish_reason[request] == reason
+        assert got.accept_length[request] == length
+        assert got.tokens[request, :length].tolist() == emitted
+        assert got.bonus_token[request] == (emitted[-1] if emitted else -1)
+        assert (got.accepted_indices[request, :length] == free.accepted_indices[request, :length]).all()
+        for padded in (got.tokens, got.accepted_indices):
+            assert (padded[request, length:] == -1).all()
+        accepted = got.accepted_indices[request, 1:length]
+        assert tree.token_ids[request, accepted].tolist() == emitted[:-1]
+
+
+def cut(emitted: list[int], request: int, endings: dict[str, Any]) -> tuple[list[int], FinishReason]:
+    """Cut a request's tokens where plain decoding of one token at a time would end."""
+    remaining = endings.get("remaining", np.full(request + 1, len(emitted) + 1))[request]
+    if not emitted or remaining <= 0 or endings.get("finished", np.zeros(request + 1))[request]:
+        return [], INACTIVE
+    stops = endings.get("stop_token_ids", np.zeros(0))
+    stops = stops[request] if stops.ndim == 2 else stops
+    ignores = endings.get("ignore_eos", False)
+    heeds_stops = not (ignores[request] if isinstance(ignores, np.ndarray) else ignores)
+    for place, token in enumerate(emitted):
+        if heeds_stops and token in stops:
+            return emitted[: place + 1], STOP
+        if place + 1 == remaining:
+            return emitted[: place + 1], LENGTH
+    return emitted, UNFINISHED
+
+
 @settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1))
 def test_a_tree_accepts_at_least_what_its_chain_does(seed: int) -> None:
@@ -133,6 +180,80 @@ def test_a_request_without_nodes_passes_through() -> None:
     assert result.accepted_indices.tolist() == [[-1, -1]]
     assert result.accept_length.tolist() == [0]
     assert result.bonus_token.tolist() == [-1]
+    assert result.tokens.tolist() == [[-1, -1]]
+    assert result.finish_reason.tolist() == [INACTIVE]
+
+
+def chain_of_tokens(*tokens: int) -> tuple[DraftTree, NDArray[np.int32]]:
+    """Make a chain of these tokens after root token 9, and a target that agrees and then says 9."""
+    count = len(tokens) + 1
+    tree = link(np.arange(-1, count - 1, dtype=np.int32)[None], np.array([[9, *tokens]], np.int32))
+    return tree, np.array([[*tokens, 9]], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("endings", "emitted", "reason"),
+    [
+        ({}, [5, 6, 7, 9], UNFINISHED),
+        # The stop token is the bonus token even where the tree has a child for it.
+        ({"stop_token_ids": [6]}, [5, 6], STOP),
+        ({"stop_token_ids": [[6, -1]]}, [5, 6], STOP),
+        ({"stop_token_ids": [-1, 8]}, [5, 6, 7, 9], UNFINISHED),
+        # The root's own token, which an earlier round emitted, stops nothing; the bonus token does.
+        ({"stop_token_ids": [9]}, [5, 6, 7, 9], STOP),
+        ({"stop_token_ids": [5, 6]}, [5], STOP),
+        ({"stop_token_ids": [6], "ignore_eos": True}, [5, 6, 7, 9], UNFINISHED),
+        ({"stop_token_ids": [6], "ignore_eos": np.True_}, [5, 6, 7, 9], UNFINISHED),
+        ({"stop_token_ids": [6], "ignore_eos": [False]}, [5, 6], STOP),
+        ({"remaining": [1]}, [5], LENGTH),
+        ({"remaining": [3]}, [5, 6, 7], LENGTH),
+        ({"remaining": [4]}, [5, 6, 7, 9], LENGTH),
+        ({"remaining": [5]}, [5, 6, 7, 9], UNFINISHED),
+        # A stop token that also fills the length.
+        ({"remaining": [2], "stop_token_ids": [6]}, [5, 6], STOP),
+        ({"remaining": [1], "stop_token_ids": [6]}, [5], LENGTH),
+        ({"remaining": [0]}, [], INACTIVE),
+        ({"remaining": [-(2**31)], "stop_token_ids": [5]}, [], INACTIVE),
+        ({"finished": [True]}, [], INACTIVE),
+        ({"finished": [INACTIVE]}, [], INACTIVE),
+        ({"finished": [UNFINISHED], "remaining": [2**31 - 1]}, [5, 6, 7, 9], UNFINISHED),
+    ],
+)
+def test_endings(endings: dict[str, Any], emitted: list[int], reason: FinishReason) -> None:
+    tree, target = chain_of_tokens(5, 6, 7)
+    result = numba_ddtree.accept_tree(tree, target, **endings, backend="numpy")
+    length = len(emitted)
+    assert result.tokens.tolist() == [emitted + [-1] * (4 - length)]
+    assert result.accepted_indices.tolist() == [[*range(length)] + [-1] * (4 - length)]
+    assert result.accept_length.tolist() == [length]
+    assert result.finish_reason.tolist() == [reason]
+
+
+def test_a_tree_of_its_root_alone_emits_the_bonus_token() -> None:
+    tree, target = chain_of_tokens()
+    result = numba_ddtree.accept_tree(tree, target, remaining=[1], backend="numpy")
+    assert result.tokens.tolist() == [[9]]
+    assert result.accept_length.tolist() == [1]
+    assert result.finish_reason.tolist() == [LENGTH]
+
+
+def test_the_reasons_of_one_round_finish_requests_of_the_next() -> None:
+    tree, target = chain_of_tokens(5, 6)
+    first = numba_ddtree.accept_tree(tree, target, stop_token_ids=[6], backend="numpy")
+    second = numba_ddtree.accept_tree(tree, target, finished=first.finish_reason, backend="numpy")
+    assert second.accept_length.tolist() == [0]
+    assert second.finish_reason.tolist() == [INACTIVE]
+
+
+def test_a_negative_token_of_the_target_matches_nothing() -> None:
+    # Neither a child that has it too, nor the padding of the stop tokens.
+    tree, target = chain_of_tokens(5, 6)
+    tree.token_ids[0, 2] = target[0, 1] = -1
+    result = numba_ddtree.accept_tree(tree, target, stop_token_ids=[-1], backend="numpy")
+    assert result.accepted_indices.tolist() == [[0, 1, -1]]
+    assert result.tokens.tolist() == [[5, -1, -1]]
+    assert result.bonus_token.tolist() == [-1]
+    assert result.finish_reason.tolist() == [FinishReason.INVALID]
 
 
 def test_tokens_of_padding_slots_are_not_read(rng: np.random.Generator) -> None:
@@ -145,17 +266,18 @@ def test_tokens_of_padding_slots_are_not_read(rng: np.random.Generator) -> None:
 
 
 def test_a_wrong_token_equal_in_its_low_bits_is_no_match() -> None:
-    path = accept_path(np.array([0, 7], np.int32), np.array([-1, 0], np.int32), np.array([2**32 + 7, 0]))
+    path, _ = accept_path(np.array([0, 7], np.int32), np.array([-1, 0], np.int32), np.array([2**32 + 7, 0]))
     assert path == [0]
 
 
 def test_results_go_into_the_arrays_given() -> None:
     tree = link(np.array([[-1, 0, 1]], np.int32), np.array([[0, 5, 6]], np.int32))
-    out = AcceptResult(*(np.full(shape, 77, np.int32) for shape in ((1, 3), (1,), (1,))))
+    out = AcceptResult(**{name: np.full(shape, 77, np.int32) for name, shape in result_shapes(1, 2).items()})
     got = numba_ddtree.accept_tree(tree, np.array([[5, 6, 9]], np.int32), out=out, backend="numpy")
     assert all(got.arrays()[name] is array for name, array in out.arrays().items())
     assert out.accepted_indices.tolist() == [[0, 1, 2]]
     assert out.bonus_token.tolist() == [9]
+    assert out.tokens.tolist() == [[5, 6, 9]]
 
 
 # On a device.
@@ -184,6 +306,41 @@ def test_kernel_is_the_reference(rng: np.random.Generator, B: int, N: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 33, 300])
+@pytest.mark.parametrize("N", [1, 2, 65, 1025])
+def test_kernel_ends_where_the_reference_does(rng: np.random.Generator, B: int, N: int) -> None:
+    for round_number in range(10):
+        counts = rng.integers(0, N + 1, B).astype(np.int32)
+        parents = make_parent_batch(rng, 12, N)[rng.integers(0, 12, B)]
+        tree = link(parents, rng.integers(-1, 3, (B, N)).astype(np.int32), counts)
+        target = make_target_tokens(rng, tree, 0.98).astype([np.int32, np.int64][round_number % 2])
+        target[rng.random((B, N)) < 0.02] = -1
+        check_accept(numba_library(), tree, target, make_endings(rng, B, longest=12))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stops", [1, 3, 200])
+def test_kernel_finds_a_stop_token_of_a_deep_path(rng: np.random.Generator, stops: int) -> None:
+    tree, target = chain_of_tokens(*range(10, 74))
+    lists = rng.integers(80, 999, (1, stops)).astype(np.int32)
+    lists[0, -1] = 70
+    got = check_accept(numba_library(), tree, target, {"stop_token_ids": lists})
+    assert got.accept_length.tolist() == [61]
+
+
+@pytest.mark.gpu
+def test_kernel_emits_nothing_beyond_int32(rng: np.random.Generator) -> None:
+    tree, target = chain_of_tokens(5, 6)
+    for token in (2**31, 2**32 + 5, -1, -(2**31) - 1, 2**63 - 1, -(2**63)):
+        wide = target.astype(np.int64)
+        wide[0, 0] = token
+        # As device arrays: host arrays are checked before.
+        got = check_accept(numba_library(), tree, wide, {"stop_token_ids": np.array([-1, 5], np.int32)})
+        assert got.tokens.tolist() == [[-1, -1, -1]]
+        assert got.finish_reason.tolist() == [FinishReason.INVALID]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("make_library", LIBRARIES)
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_kernel_takes_arrays_of_every_library(
@@ -193,7 +350,19 @@ def test_kernel_takes_arrays_of_every_library(
     if library.name == "jax" and dtype is np.int64:
         pytest.skip("jax has no int64 unless told")
     tree = link(make_parent_batch(rng, 8, 65), rng.integers(0, 3, (8, 65)).astype(np.int32))
-    check_accept(library, tree, make_target_tokens(rng, tree).astype(dtype))
+    target = make_target_tokens(rng, tree).astype(dtype)
+    check_accept(library, tree, target)
+    check_accept(
+        library,
+        tree,
+        target,
+        {
+            "stop_token_ids": np.array([[2, -1]] * 4 + [[0, 1]] * 4, np.int32),
+            "remaining": np.arange(8, dtype=np.int32),
+            "ignore_eos": np.arange(8) % 2 == 0,
+            "finished": np.arange(8) == 5,
+        },
+    )
 
 
 @pytest.mark.gpu

@@ -31,6 +31,7 @@ from inputs import (
     build,
     link,
     make_attention,
+    make_endings,
     make_log_probs,
     make_parent_batch,
     make_target_tokens,
@@ -38,6 +39,7 @@ from inputs import (
 )
 from numba_ddtree import ArgumentError, DraftTree, TreeStatus
 from numba_ddtree.cuda_target import SIMULATED
+from numba_ddtree.status import FinishReason
 
 GOLDEN = {name: tree for name, tree in load_golden_trees().items() if tree.budget <= 8}
 
@@ -142,6 +144,23 @@ def test_accept_tree(rng: np.random.Generator, library: Library, dtype: type[np.
     counts = np.array([N, N, 33, 1, 0, 7], np.int32)
     tree = link(make_parent_batch(rng, B, N), rng.integers(0, 3, (B, N)).astype(np.int32), counts)
     check_accept(library, tree, make_target_tokens(rng, tree).astype(dtype))
+
+
+def test_accept_tree_ends(rng: np.random.Generator, library: Library) -> None:
+    B, N = 4, 20
+    tree = link(make_parent_batch(rng, B, N), rng.integers(0, 3, (B, N)).astype(np.int32))
+    for _ in range(3):
+        check_accept(library, tree, make_target_tokens(rng, tree, 1.0), make_endings(rng, B, longest=4))
+
+
+def test_accept_tree_of_tokens_that_are_none(rng: np.random.Generator, device: Library) -> None:
+    # Children of token -1, and padding of stop tokens, are nothing that a token of -1 finds.
+    parents = np.tile(np.arange(-1, 3, dtype=np.int32), (5, 1))
+    tree = link(parents, np.array([[9, 5, -1, 6]] * 5, np.int32))
+    target = np.array([[5, -1, 6, 9], [5, 2**31, 6, 9], [5, 2**32 + 6, 6, 9], [-5, 0, 0, 0], [9, 0, 0, 0]])
+    got = check_accept(device, tree, target, {"stop_token_ids": np.array([-1, 9], np.int32)})
+    assert got.finish_reason.tolist() == [FinishReason.INVALID] * 4 + [FinishReason.STOP]
+    assert got.tokens[:, :2].tolist() == [[5, -1]] * 3 + [[-1, -1], [9, -1]]
 
 
 def test_accept_tree_of_malformed_parents_ends(rng: np.random.Generator, device: Library) -> None:
