@@ -74,11 +74,10 @@ def accept_tree_kernel(  # type: ignore[no-untyped-def]
     first_stop = int64(request) * num_stops if stop_token_ids.shape[0] > num_stops else int64(0)
     for node in range(thread, count, THREADS):
         token = int64(target_tokens[request, node])
-        is_token = 0 <= token <= MAX_TOKEN
-        s_target[node] = int32(token) if is_token else int32(NO_TOKEN)
+        s_target[node] = int32(token) if 0 <= token <= MAX_TOKEN else int32(NO_TOKEN)
         s_next[node] = NO_CHILD
         for place in range(stops):
-            if is_token and stop_token_ids[first_stop + place] == token:
+            if stop_token_ids[first_stop + place] == token:
                 s_next[node] = STOP
     for place in range(thread, path_slots, THREADS):
         accepted_indices[request, place] = -1

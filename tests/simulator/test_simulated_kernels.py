@@ -153,6 +153,23 @@ def test_accept_tree_ends(rng: np.random.Generator, library: Library) -> None:
         check_accept(library, tree, make_target_tokens(rng, tree, 1.0), make_endings(rng, B, longest=4))
 
 
+def test_accept_tree_heeds_every_ending(device: Library) -> None:
+    B = 8
+    tree = link(np.tile(np.arange(-1, 3, dtype=np.int32), (B, 1)), np.array([[9, 5, 6, 7]] * B, np.int32))
+    target = np.array([[5, 6, 7, 8]] * B, np.int32)
+    endings = {
+        "stop_token_ids": np.array([[-1, 6]] * 3 + [[-1, -1]] * 3 + [[8, 5], [6, 6]], np.int32),
+        "remaining": np.array([9, 9, 1, 3, 4, 0, 9, 9], np.int32),
+        "ignore_eos": np.arange(B) == 1,
+        "finished": np.arange(B) == 7,
+    }
+    got = check_accept(device, tree, target, endings)
+    assert got.accept_length.tolist() == [2, 4, 1, 3, 4, 0, 1, 0]
+    assert got.finish_reason.tolist() == [1, 0, 2, 2, 2, 4, 1, 4]
+    got = check_accept(device, tree, target, endings | {"ignore_eos": True})
+    assert got.accept_length.tolist() == [4, 4, 1, 3, 4, 0, 4, 0]
+
+
 def test_accept_tree_of_tokens_that_are_none(rng: np.random.Generator, device: Library) -> None:
     # Children of token -1, and padding of stop tokens, are nothing that a token of -1 finds.
     parents = np.tile(np.arange(-1, 3, dtype=np.int32), (5, 1))
