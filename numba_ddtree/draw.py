@@ -297,7 +297,8 @@ def _shown_token(token_id: int, decode: Decode | None, length: int) -> str:
     whole, token = len(token), token[:length]
     if isinstance(token, str) and token.isalnum():
         return token if len(token) == whole else token + "…"
-    while len(repr(token)) > length + len("b''"):
+    quotes = len(repr(token[:0]))
+    while len(repr(token)) > length + quotes:
         token = token[:-1]
     return repr(token) if len(token) == whole else repr(token) + "…"
 
@@ -324,7 +325,6 @@ def _text(nodes: list[DrawnNode]) -> str:
         file=file,
         width=MAX_WIDTH,
         color_system=None,
-        force_terminal=False,
         force_jupyter=False,
         legacy_windows=False,
     )

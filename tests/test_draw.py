@@ -197,6 +197,8 @@ def test_the_deepest_chain_keeps_its_lines_whole() -> None:
         ("x" * 25, "x" * 24 + "…"),
         (" " * 25, "'" + " " * 24 + "'…"),
         ("\n" * 20, "'" + r"\n" * 12 + "'…"),
+        ("x" * 22 + "\n", "'" + "x" * 22 + r"\n'"),
+        ("x" * 23 + "\n", "'" + "x" * 23 + "'…"),
         (b"\xff" * 99, "b'" + r"\xff" * 6 + "'…"),
         ("\U000e0001" * 3, r"'\U000e0001\U000e0001'…"),
     ],
@@ -237,6 +239,13 @@ def test_graphviz_reads_dot() -> None:
 def test_the_environment_changes_nothing(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "1")
     monkeypatch.setenv("TERM", "dumb")
+    test_a_round_as_text()
+
+
+def test_a_notebook_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # By this name rich knows a notebook, where it would display the drawing instead of writing it.
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr("builtins.get_ipython", lambda: shell, raising=False)
     test_a_round_as_text()
 
 
