@@ -353,7 +353,7 @@ def _dot(nodes: list[DrawnNode]) -> str:
     lines = [
         "digraph draft_tree {",
         '    graph [charset="UTF-8", rankdir=LR, ordering=out]',
-        '    node [shape=box, style=rounded, fontname="sans-serif"]',
+        '    node [shape=box, style=rounded, fontname="Helvetica"]',
     ]
     for name, node in zip(names, nodes, strict=True):
         lines.append(f"    {name} [label={_dot_string(node.caption)}{_DOT_NODES[node.kind]}]")

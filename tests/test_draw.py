@@ -46,7 +46,7 @@ cat [0] *
 
 CUT_ROUND = r"""digraph draft_tree {
     graph [charset="UTF-8", rankdir=LR, ordering=out]
-    node [shape=box, style=rounded, fontname="sans-serif"]
+    node [shape=box, style=rounded, fontname="Helvetica"]
     node0 [label="cat [0]", style="rounded,filled,bold", fillcolor="#cfe3f3"]
     node1 [label="sat [1]", style="rounded,filled,bold", fillcolor="#cfe3f3"]
     node0 -> node1 [penwidth=3]
