@@ -8,8 +8,9 @@ without synchronising. bfloat16, which numpy itself has not, is the dtype of `ml
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -227,6 +228,13 @@ def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
     return tuple(reversed(strides))[-len(shape) :] if shape else ()
+
+
+def flat(view: Any) -> Any:
+    """View a C-contiguous array as one of one dimension."""
+    if isinstance(view, DeviceView):
+        return replace(view, shape=(math.prod(view.shape),), strides=(view.dtype.itemsize,))
+    return view.reshape(-1)
 
 
 def to_host(name: str, array: Any) -> NDArray[Any]:

@@ -114,6 +114,15 @@ class Transfer:
                 raise ArgumentError(f"out, {name}", None, "an array")
         return [self.output(name, shape, dtypes[name], given[name]) for name, shape in shapes.items()]
 
+    def update(self, name: str, view: Any) -> Any:
+        """Return an array that the kernel changes in place as its argument; a host array gets it back."""
+        self._results[name] = view, self.input(view)
+        return self._results[name][1]
+
+    def scratch(self, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
+        """Return memory for the kernels of this call alone, of undefined content, as their argument."""
+        return self._allocate("scratch", shape, dtype)[1]
+
     def results(self) -> dict[str, Any]:
         """Return the results in the caller's kind of array, after the kernels were launched."""
         if self._placement.on_host:

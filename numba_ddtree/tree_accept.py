@@ -7,7 +7,6 @@ look-ups in shared memory.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,13 +15,13 @@ from numpy.typing import NDArray
 
 from numba_ddtree.arrays import (
     TOKEN_DTYPES,
-    DeviceView,
     StreamLike,
     at,
     check_array,
     check_indices,
     copy_to_outputs,
     first_where,
+    flat,
     gather,
     to_host,
 )
@@ -230,7 +229,7 @@ def accept_tree(
             ACCEPT_TREE,
             batch,
             *(transfer.input(views[name]) for name in ("token_ids", "parents", "num_nodes", "target_tokens")),
-            transfer.input(_flat(stops)),
+            transfer.input(None if stops is None else flat(stops)),
             np.int32(num_stops),
             *(transfer.input(views[name]) for name in ("remaining", "ignore_eos", "finished")),
             *outputs,
@@ -276,13 +275,6 @@ def _run_reference(views: dict[str, Any], max_depth: int, ignores_all: bool) -> 
         *given, max_depth, views["stop_token_ids"], views["remaining"], ignores, views["finished"]
     )
     return AcceptResult(*arrays)
-
-
-def _flat(view: Any) -> Any:
-    """Make one dimension of an array's."""
-    if isinstance(view, DeviceView):
-        return replace(view, shape=(int(np.prod(view.shape)),), strides=(view.dtype.itemsize,))
-    return None if view is None else view.reshape(-1)
 
 
 def _check_tokens(target_tokens: NDArray[Any], num_nodes: NDArray[np.int32]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from numba_ddtree.refs import tree_build as build_reference
 from numba_ddtree.refs import tree_links as links_reference
@@ -179,3 +180,96 @@ def make_attention(
         prefix_lengths=lengths,
         sm_scale=float((latent + rope) ** -0.5),
     )
+
+
+def make_paths(
+    rng: np.random.Generator, B: int, N: int, L: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Draw accepted indices [B, L + 1], root first, rising, padded with -1, and their number."""
+    lengths = rng.integers(0, min(L + 1, N) + 1, B)
+    indices = np.full((B, L + 1), -1, np.int32)
+    for request, length in enumerate(lengths):
+        if length > 0:
+            rest = rng.choice(np.arange(1, N), length - 1, replace=False)
+            indices[request, :length] = [0, *sorted(rest)]
+    return indices, lengths.astype(np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class CompactInputs:
+    """Arguments of `compact_kv`, as numpy arrays; every byte of the caches is random."""
+
+    caches: list[NDArray[Any]]
+    arrays: dict[str, NDArray[np.int32]]
+    """The path's arrays and the page table's, by name."""
+
+
+def make_compaction(
+    rng: np.random.Generator,
+    *,
+    B: int = 3,
+    N: int = 12,
+    L: int = 6,
+    longest: int = 9,
+    paging: str = "contiguous",
+    page_size: int = 4,
+    rows: Sequence[tuple[tuple[int, ...], int, DTypeLike]] = (((), 4, np.float32),),
+) -> CompactInputs:
+    """Make caches of the given layers, D and dtypes: contiguous, or of pages in random order.
+
+    Parameters
+    ----------
+    paging : {"contiguous", "block_table", "kv_indptr"}
+    rows
+        For each cache ``(layers, D, dtype)``; `layers` is () or a tuple of their number.
+    """
+    prefixes = rng.integers(0, longest + 1, B).astype(np.int32)
+    indices, lengths = make_paths(rng, B, N, L)
+    arrays = {"prefix_lengths": prefixes, "accepted_indices": indices, "accept_length": lengths}
+    if paging == "contiguous":
+        blocks: tuple[int, int] = (B, longest + N)
+    else:
+        # Pages in random order, some that are no request's, and as few as each request's slots need.
+        needs = -(-(prefixes + N) // page_size)
+        blocks = (int(needs.sum()) + 3, page_size)
+        pages = rng.permutation(blocks[0])[: needs.sum()].astype(np.int32)
+        starts = np.concatenate([[0], np.cumsum(needs)]).astype(np.int32)
+        if paging == "kv_indptr":
+            arrays |= {"kv_indptr": starts, "kv_indices": pages}
+        else:
+            table = rng.choice(np.array([-1, blocks[0], 2**31 - 1, -(2**31)], np.int32), (B, needs.max() + 1))
+            for request, need in enumerate(needs):
+                table[request, :need] = pages[starts[request] : starts[request + 1]]
+            arrays["block_table"] = table
+    return CompactInputs(
+        [_random_bytes(rng, (*layers, *blocks, D), dtype) for layers, D, dtype in rows], arrays
+    )
+
+
+def bad_compaction(rng: np.random.Generator, paging: str) -> CompactInputs:
+    """Arguments of which every odd request has faults, which only device arrays may have."""
+    B, L = 8, 6
+    given = make_compaction(rng, B=B, L=L, paging=paging, page_size=3, rows=[((2,), 20, np.uint8)])
+    arrays = given.arrays
+    extremes = np.array([-(2**31), -2, -1, 3, 7, 40, 2**31 - 1], np.int32)
+    no_pages = np.array([-(2**31), -1, given.caches[0].shape[1], 2**31 - 1], np.int32)
+    for request in range(1, B, 2):
+        arrays["accept_length"][request] = rng.choice([L + 1, L + 2, 2**31 - 1, 4, -1])
+        row = arrays["accepted_indices"][request]
+        row[...] = np.where(rng.random(L + 1) < 0.4, rng.choice(extremes, L + 1), rng.integers(0, 12, L + 1))
+        if rng.random() < 0.3:
+            arrays["prefix_lengths"][request] = rng.choice(extremes)
+        if paging == "block_table":
+            arrays["block_table"][request, rng.integers(3)] = rng.choice(no_pages)
+        elif paging == "kv_indptr":
+            start, end = arrays["kv_indptr"][request : request + 2]
+            arrays["kv_indices"][rng.integers(start, end)] = rng.choice(no_pages)
+    if paging == "kv_indptr":
+        arrays["kv_indptr"][-1] = rng.choice([2**31 - 1, -1, -(2**31), 0, len(arrays["kv_indices"]) + 1])
+    return given
+
+
+def _random_bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+    """Numbers of random bits, which include every kind of NaN."""
+    kind = np.dtype(dtype)
+    return rng.integers(0, 256, (*shape[:-1], shape[-1] * kind.itemsize), np.uint8).view(kind)

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 import numba_ddtree
-from inputs import AttentionInputs, build, link
+from inputs import AttentionInputs, CompactInputs, build, link
+from numba_ddtree.kv_caches import KVCaches
+from numba_ddtree.kv_compact import compact_kv
+from numba_ddtree.refs import kv_compact as compact_reference
 from numba_ddtree.refs import tree_accept as accept_reference
 from numba_ddtree.refs import tree_attention as attention_reference
 from numba_ddtree.tree import TREE_DTYPES, AcceptResult, DraftTree, tree_shapes
@@ -59,13 +62,22 @@ def numba_library() -> Library:
 
 
 class Guarded:
-    """An array inside a larger one, all of it poisoned."""
+    """An array inside a larger one, all of it poisoned but for the content that is given."""
 
-    def __init__(self, library: Library, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+    def __init__(
+        self,
+        library: Library,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        content: NDArray[Any] | None = None,
+    ) -> None:
         size = int(np.prod(shape))
         bytes_of_all = np.full((size + 2 * MARGIN) * np.dtype(dtype).itemsize, POISON, np.uint8)
+        host = bytes_of_all.view(dtype)
+        if content is not None:
+            host[MARGIN : MARGIN + size] = content.reshape(-1)
         self._library = library
-        self._buffer = library.put(bytes_of_all.view(dtype))
+        self._buffer = library.put(host)
         self.array = self._buffer[MARGIN : MARGIN + size].reshape(shape)
 
     def check(self) -> None:
@@ -161,6 +173,31 @@ def check_accept(
     for guard in guards.values():
         guard.check()
     assert_same_arrays(got.arrays(), want.arrays())
+    return got
+
+
+def check_compaction(
+    library: Library, given: CompactInputs, *, planned: bool = False, **options: Any
+) -> list[NDArray[Any]]:
+    """Compact caches between canaries, all in one call; every byte must be the reference's."""
+    pages = given.arrays.get("block_table")
+    if "kv_indptr" in given.arrays:
+        pages = compact_reference.page_lists(given.arrays["kv_indptr"], given.arrays["kv_indices"])
+    path = [given.arrays[name] for name in ("prefix_lengths", "accepted_indices", "accept_length")]
+    want = [cache.copy() for cache in given.caches]
+    for cache in want:
+        for layer in cache if cache.ndim == 4 else [cache]:
+            compact_reference.compact_kv(layer, *path, pages)
+    guards = [Guarded(library, cache.shape, cache.dtype, cache) for cache in given.caches]
+    caches = [guard.array for guard in guards]
+    compact_kv(KVCaches.plan(caches) if planned else caches, **library.put_all(**given.arrays), **options)
+    got = [library.get(cache) for cache in caches]
+    for guard in guards:
+        guard.check()
+    for place, (result, wanted) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_array_equal(
+            result.view(np.uint8), wanted.view(np.uint8), err_msg=f"cache {place}", strict=True
+        )
     return got
 
 
