@@ -124,7 +124,10 @@ class KernelBench:
     def __call__(
         self, operation: str, case: Case, kernel: str, call: Callable[[Any], object], **figures: Any
     ) -> None:
-        """Time the call, and keep its times with `figures`; ``flops`` among them becomes ``tflops``."""
+        """Time the call, and keep its times with `figures`.
+
+        Among them ``flops`` becomes ``tflops``, and ``bytes`` becomes ``gbps``.
+        """
         from numba_ddtree.cuda_target import cuda
         from numba_ddtree.timing import device_us
 
@@ -133,6 +136,8 @@ class KernelBench:
         cuda.synchronize()
         if "flops" in figures:
             figures["tflops"] = figures.pop("flops") / us / 1e6
+        if "bytes" in figures:
+            figures["gbps"] = figures.pop("bytes") / us / 1e3
         self.recorder.kernel(operation, case, kernel=kernel, us=us, host_us=host_us, **figures)
         self.benchmark.extra_info.update(device_us=us, host_us=host_us, **case)
 
