@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_TOKEN = -1
+MIN_TEMPERATURE = np.float32(1e-30)  # of a draw; what is below, but not 0, is refused
 
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -169,15 +170,16 @@ def choose_tokens(
     num_nodes : int32 [B]
         Slots after that are padding, which is not read and gives -1.
 
-    A request whose temperature is negative or not finite, whose `top_k` is negative or whose `top_p`
-    is not between 0 and 1 gives -1 everywhere.
+    A request whose temperature is neither 0 nor finite and at least `MIN_TEMPERATURE`, whose `top_k` is
+    negative or whose `top_p` is not between 0 and 1 gives -1 everywhere.
     """
     batch, slots, vocabulary = logits.shape
     tokens = np.full((batch, slots), NO_TOKEN, np.int32)
     everything = np.ones(vocabulary, bool)
     for request in range(batch):
         temperature = temperatures[request]
-        if not (0 <= temperature < np.inf and top_k[request] >= 0 and 0 <= top_p[request] <= 1):
+        is_valid = temperature == 0 or MIN_TEMPERATURE <= temperature < np.inf
+        if not (is_valid and top_k[request] >= 0 and 0 <= top_p[request] <= 1):
             continue
         for node in range(min(int(num_nodes[request]), slots)):
             tokens[request, node] = choose_token(

@@ -1,0 +1,227 @@
+"""Rows of logits, eight neighbours at a time, as float32 whatever their type.
+
+Tuples of eight are taken apart and put together in generated code: a function of each element, inlined
+eight times over, would make the kernels slow to compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numba_ddtree.cuda_target import SIMULATED
+
+NEIGHBOURS = 8
+MINUS_INFINITY = np.float32(-np.inf)
+
+if SIMULATED:
+    from ml_dtypes import bfloat16
+
+    def _widened(numbers: Any) -> Any:
+        # The bits of bfloat16 come as uint16.
+        return (numbers.view(bfloat16) if numbers.dtype == np.uint16 else numbers).astype(np.float32)
+
+    def load_within(array: Any, start: Any, place: Any, length: Any) -> Any:
+        numbers = array.reshape(-1)[int(start) + int(place) : int(start) + int(place) + 1]
+        return _widened(numbers)[0] if place < length else MINUS_INFINITY
+
+    def load_eight(array: Any, start: Any, first: Any) -> Any:
+        return tuple(_widened(array.reshape(-1)[int(start) + int(first) :][:NEIGHBOURS]))
+
+    def load_eight_within(array: Any, start: Any, first: Any, length: Any) -> Any:
+        return tuple(load_within(array, start, int(first) + place, length) for place in range(NEIGHBOURS))
+
+    def allowed_eight(values: Any, bits: Any) -> Any:
+        return tuple(
+            value if (int(bits) >> place) & 1 else MINUS_INFINITY for place, value in enumerate(values)
+        )
+
+    def kept_eight(values: Any, first: Any, cut_value: Any, cut_token: Any) -> Any:
+        return tuple(
+            value
+            if not (value < cut_value or (value == cut_value and int(first) + place > cut_token))
+            else MINUS_INFINITY
+            for place, value in enumerate(values)
+        )
+
+    def maximum(left: Any, right: Any) -> Any:
+        return np.maximum(left, right)
+
+    def largest(values: Any) -> Any:
+        return np.max(values)
+
+    def first_place(values: Any, wanted: Any) -> Any:
+        return np.uint32(values.index(wanted))
+
+else:
+    from llvmlite import ir
+    from numba.core import types
+    from numba.cuda.extending import intrinsic
+
+    _HALF, _WORD, _FLOAT, _LONG = ir.IntType(16), ir.IntType(32), ir.FloatType(), ir.IntType(64)
+    _EIGHT = types.UniTuple(types.float32, NEIGHBOURS)
+    _NOTHING = ir.Constant(_FLOAT, float("-inf"))
+
+    def _word(number: int) -> Any:
+        return ir.Constant(_WORD, number)
+
+    def _element(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+        """Address of an element of a C-contiguous array, counted from its first."""
+        data = context.make_array(array_type)(context, builder, array).data
+        return builder.gep(data, [offset])
+
+    def _float_of_bits(builder: Any, bits: Any, dtype: Any) -> Any:
+        """Float32 of the bits of one number: i16 of a bfloat16 or float16, i32 of a float32."""
+        if dtype == types.float32:
+            return builder.bitcast(bits, _FLOAT)
+        if dtype == types.float16:
+            return builder.fpext(builder.bitcast(bits, ir.HalfType()), _FLOAT)
+        return builder.bitcast(builder.shl(builder.zext(bits, _WORD), _word(16)), _FLOAT)
+
+    def _load_four_words(builder: Any, address: Any) -> list[Any]:
+        words = ir.LiteralStructType([_WORD] * 4)
+        load = ir.InlineAsm(
+            ir.FunctionType(words, [_LONG]),
+            "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
+            "=r,=r,=r,=r,l",
+            side_effect=True,  # so that loads stay together, ahead of the first use
+        )
+        loaded = builder.call(load, [address])
+        return [builder.extract_value(loaded, word) for word in range(4)]
+
+    def _tuple(builder: Any, numbers: list[Any]) -> Any:
+        result = ir.Constant(ir.ArrayType(_FLOAT, NEIGHBOURS), ir.Undefined)
+        for place, number in enumerate(numbers):
+            result = builder.insert_value(result, number, place)
+        return result
+
+    def _elements(builder: Any, values: Any) -> list[Any]:
+        return [builder.extract_value(values, place) for place in range(NEIGHBOURS)]
+
+    def _load_within(
+        context: Any, builder: Any, array_type: Any, array: Any, start: Any, place: Any, length: Any
+    ) -> Any:
+        is_within = builder.icmp_unsigned("<", place, length)
+        # Past the end the row's first element is loaded, and not used.
+        step = builder.zext(builder.select(is_within, place, _word(0)), _LONG)
+        element = _element(context, builder, array_type, array, builder.add(start, step))
+        width = _WORD if array_type.dtype == types.float32 else _HALF
+        bits = builder.load(builder.bitcast(element, width.as_pointer()))
+        return builder.select(is_within, _float_of_bits(builder, bits, array_type.dtype), _NOTHING)
+
+    @intrinsic
+    def load_within(typing_context: Any, array: Any, start: Any, place: Any, length: Any) -> Any:
+        """Element of the row that begins at `start`, as float32; -inf past the row's end."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _load_within(context, builder, array, *args)
+
+        return types.float32(array, types.int64, types.uint32, types.uint32), generate
+
+    @intrinsic
+    def load_eight_within(typing_context: Any, array: Any, start: Any, first: Any, length: Any) -> Any:
+        """Eight neighbours of the row that begins at `start`, one by one; -inf past the row's end."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            array_value, start_value, first_value, length_value = args
+            numbers = []
+            for step in range(NEIGHBOURS):
+                place = builder.add(first_value, _word(step))
+                number = _load_within(context, builder, array, array_value, start_value, place, length_value)
+                numbers.append(number)
+            return _tuple(builder, numbers)
+
+        return _EIGHT(array, types.int64, types.uint32, types.uint32), generate
+
+    @intrinsic
+    def load_eight(typing_context: Any, array: Any, start: Any, first: Any) -> Any:
+        """Eight neighbours of a row, by loads of 128 bits; the address must be a multiple of 16 bytes."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            offset = builder.add(args[1], builder.zext(args[2], _LONG))
+            address = builder.ptrtoint(_element(context, builder, array, args[0], offset), _LONG)
+            bits = _load_four_words(builder, address)
+            if array.dtype == types.float32:
+                bits += _load_four_words(builder, builder.add(address, ir.Constant(_LONG, 16)))
+            else:
+                bits = [
+                    builder.trunc(builder.lshr(word, _word(shift)), _HALF)
+                    for word in bits
+                    for shift in (0, 16)
+                ]
+            return _tuple(builder, [_float_of_bits(builder, number, array.dtype) for number in bits])
+
+        return _EIGHT(array, types.int64, types.uint32), generate
+
+    @intrinsic
+    def allowed_eight(typing_context: Any, values: Any, bits: Any) -> Any:
+        """Eight values, -inf in place of those whose bit, from the lowest up, is not set."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            numbers = []
+            for place, number in enumerate(_elements(builder, args[0])):
+                bit = builder.and_(args[1], _word(1 << place))
+                is_allowed = builder.icmp_unsigned("!=", bit, _word(0))
+                numbers.append(builder.select(is_allowed, number, _NOTHING))
+            return _tuple(builder, numbers)
+
+        return _EIGHT(_EIGHT, types.uint32), generate
+
+    @intrinsic
+    def kept_eight(typing_context: Any, values: Any, first: Any, cut_value: Any, cut_token: Any) -> Any:
+        """Eight values, -inf in place of those below the cut, or at it but of a later token; NaN stays."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values, first, cut_value, cut_token = args
+            numbers = []
+            for place, number in enumerate(_elements(builder, values)):
+                is_late = builder.icmp_unsigned(">", builder.add(first, _word(place)), cut_token)
+                is_tied = builder.fcmp_ordered("==", number, cut_value)
+                is_below = builder.fcmp_ordered("<", number, cut_value)
+                is_out = builder.or_(is_below, builder.and_(is_tied, is_late))
+                numbers.append(builder.select(is_out, _NOTHING, number))
+            return _tuple(builder, numbers)
+
+        return _EIGHT(_EIGHT, types.uint32, types.float32, types.uint32), generate
+
+    def _maximum(builder: Any, left: Any, right: Any) -> Any:
+        larger = ir.InlineAsm(
+            ir.FunctionType(_FLOAT, [_FLOAT, _FLOAT]), "max.NaN.f32 $0, $1, $2;", "=f,f,f", side_effect=False
+        )
+        return builder.call(larger, [left, right])
+
+    @intrinsic
+    def maximum(typing_context: Any, left: Any, right: Any) -> Any:
+        """Larger of two float32; NaN if either is: ``max.NaN.f32`` (compute capability 8.0)."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return _maximum(builder, *args)
+
+        return types.float32(types.float32, types.float32), generate
+
+    @intrinsic
+    def largest(typing_context: Any, values: Any) -> Any:
+        """Largest of eight float32; NaN if one is."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            numbers = _elements(builder, args[0])
+            while len(numbers) > 1:
+                pairs = zip(numbers[::2], numbers[1::2], strict=True)
+                numbers = [_maximum(builder, left, right) for left, right in pairs]
+            return numbers[0]
+
+        return types.float32(_EIGHT), generate
+
+    @intrinsic
+    def first_place(typing_context: Any, values: Any, wanted: Any) -> Any:
+        """Place of the first of eight values that equals the one wanted, which is among them."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            place = _word(NEIGHBOURS - 1)
+            for earlier, number in reversed(list(enumerate(_elements(builder, args[0])))):
+                is_equal = builder.fcmp_ordered("==", number, args[1])
+                place = builder.select(is_equal, _word(earlier), place)
+            return place
+
+        return types.uint32(_EIGHT, types.float32), generate
