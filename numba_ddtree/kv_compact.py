@@ -61,7 +61,7 @@ move_rows_by_16, move_rows_by_4, move_rows_by_1 = (make_move_rows(size) for size
 
 @device_function
 def page_of(request, block, num_blocks, page_ids, page_starts, pages_each):  # type: ignore[no-untyped-def]
-    """Where in the cache a request's block of slots lies, -1 where it has none; int64."""
+    """Where in the cache a request's block of slots lies, int64; below 0 where it has none."""
     page = int64(request) if block == 0 else int64(-1)
     if pages_each > 0 or page_starts.shape[0] > 0:
         first = int64(request) * pages_each
@@ -71,7 +71,7 @@ def page_of(request, block, num_blocks, page_ids, page_starts, pages_each):  # t
             end = min(int64(page_starts[request + 1]), int64(page_ids.shape[0]))
         is_there = first >= 0 and first + block < end
         page = int64(page_ids[first + block]) if is_there else int64(-1)
-    return page if 0 <= page < num_blocks else int64(-1)
+    return page if page < num_blocks else int64(-1)
 
 
 def compact_kv_kernel(  # type: ignore[no-untyped-def]

@@ -265,8 +265,24 @@ def bad_compaction(rng: np.random.Generator, paging: str) -> CompactInputs:
             start, end = arrays["kv_indptr"][request : request + 2]
             arrays["kv_indices"][rng.integers(start, end)] = rng.choice(no_pages)
     if paging == "kv_indptr":
-        arrays["kv_indptr"][-1] = rng.choice([2**31 - 1, -1, -(2**31), 0, len(arrays["kv_indices"]) + 1])
+        arrays["kv_indptr"][rng.integers(1, B)] = rng.choice([-(2**31), -1])
+        arrays["kv_indptr"][B] = rng.choice([2**31 - 1, -1, -(2**31), 0, len(arrays["kv_indices"]) + 1])
     return given
+
+
+def compaction_past_the_pages(paging: str) -> CompactInputs:
+    """Paths whose last slot is the first one after a request's pages, where another's pages follow."""
+    pages = np.array([[3, 1], [0, 2], [4, 5]], np.int32)
+    arrays = {
+        "prefix_lengths": np.full(3, 2, np.int32),
+        "accepted_indices": np.tile(np.array([0, 3, 4], np.int32), (3, 1)),
+        "accept_length": np.full(3, 3, np.int32),
+    }
+    if paging == "block_table":
+        arrays["block_table"] = pages
+    else:
+        arrays |= {"kv_indptr": np.array([0, 2, 4, 6], np.int32), "kv_indices": pages.reshape(-1)}
+    return CompactInputs([np.arange(6 * 3 * 4, dtype=np.float32).reshape(6, 3, 4)], arrays)
 
 
 def _random_bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:

@@ -15,7 +15,7 @@ from libraries import LIBRARIES, side_stream
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
-from inputs import bad_compaction, make_compaction, make_paths
+from inputs import bad_compaction, compaction_past_the_pages, make_compaction, make_paths
 from numba_ddtree import ArgumentError
 from numba_ddtree.kv_caches import KVCaches
 from numba_ddtree.kv_compact import compact_kv as compact
@@ -283,7 +283,7 @@ def test_kernel_moves_unaligned_rows(rng: np.random.Generator) -> None:
         (cache,) = given.caches
         buffer = torch.zeros(cache.size + 64, dtype=torch.uint8, device="cuda")
         whole = buffer[begin : begin + cache.size].view(cache.shape)
-        for part in (slice(0, 96), slice(0, 64), slice(4, 20), slice(3, 90)):
+        for part in (slice(0, 96), slice(0, 64), slice(4, 20), slice(3, 90), slice(0, 20), slice(8, 40)):
             whole.copy_(torch.from_numpy(cache))
             want = cache.copy()
             compact(want[..., part], **given.arrays, backend="numpy")
@@ -299,6 +299,21 @@ def test_kernel_moves_unaligned_rows(rng: np.random.Generator) -> None:
 def test_kernel_leaves_rows_alone_that_have_no_place(rng: np.random.Generator, paging: str) -> None:
     for _ in range(20):
         check_compaction(numba_library(), bad_compaction(rng, paging))
+    if paging != "contiguous":
+        check_compaction(numba_library(), compaction_past_the_pages(paging))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "int8"])
+def test_kernel_moves_torchs_own_dtypes(rng: np.random.Generator, dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    given = make_compaction(rng, paging="kv_indptr", rows=[((), 656, np.uint8)])
+    (cache,) = given.caches
+    on_device = torch.from_numpy(cache).cuda()
+    arrays = {name: torch.from_numpy(array).cuda() for name, array in given.arrays.items()}
+    compact([on_device.view(getattr(torch, dtype))], **arrays)
+    compact(cache, **given.arrays, backend="numpy")
+    np.testing.assert_array_equal(on_device.cpu().numpy(), cache)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,8 @@
 """Loads and stores of 16, 4 and 1 bytes at addresses in global memory.
 
 A word travels as two uint64, of which the words of 4 bytes and 1 use the first alone, so that code for
-one size is code for all. Its bits are moved as they are. The loads and stores of a thread keep their
-order.
+one size is code for all. Its bits are moved as they are. An address is a multiple of the size. The loads
+and stores of a thread keep their order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ if SIMULATED:
     import ctypes
 
     def _access(size: int) -> tuple[Callable[..., Any], Callable[..., None]]:
+        def check(address: Any) -> None:
+            if int(address) % size != 0:
+                raise ValueError(f"a word of {size} bytes at {int(address):#x}")
+
         def load(address: Any) -> Any:
+            check(address)
             content = ctypes.string_at(int(address), size).ljust(16, b"\0")
             return tuple(np.frombuffer(content, np.uint64))
 
         def store(address: Any, low: Any, high: Any) -> None:
+            check(address)
             ctypes.memmove(int(address), np.array([low, high], np.uint64).tobytes(), size)
 
         return load, store

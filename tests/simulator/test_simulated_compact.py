@@ -9,7 +9,7 @@ import pytest
 from kernel_checks import Library, check_compaction, numba_library, numpy_library
 from ml_dtypes import bfloat16
 
-from inputs import bad_compaction, make_compaction
+from inputs import bad_compaction, compaction_past_the_pages, make_compaction
 from numba_ddtree import ArgumentError
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.kv_compact import compact_kv
@@ -53,11 +53,18 @@ def test_rows_that_have_no_place_are_left_alone(rng: np.random.Generator, paging
         check_compaction(numba_library(), bad_compaction(rng, paging))
 
 
+@pytest.mark.parametrize("paging", ["block_table", "kv_indptr"])
+def test_no_request_has_the_pages_of_the_next(paging: str) -> None:
+    check_compaction(numba_library(), compaction_past_the_pages(paging))
+
+
 def test_rows_of_any_strides_move(rng: np.random.Generator) -> None:
     given = make_compaction(rng, B=2, rows=[((2,), 32, np.uint8)])
+    given.arrays["accepted_indices"][0, :2] = [0, 3]
+    given.arrays["accept_length"][0] = 2
     (cache,) = given.caches
     arrays = {name: cuda.to_device(array) for name, array in given.arrays.items()}
-    for part in (slice(0, 16), slice(4, 24), slice(1, 17)):
+    for part in (slice(0, 16), slice(4, 24), slice(1, 17), slice(0, 20), slice(0, 6), slice(8, 24)):
         want, on_device = cache.copy(), cuda.to_device(cache)
         compact_kv(want[..., part], **given.arrays, backend="numpy")
         compact_kv(on_device[..., part], **arrays)
