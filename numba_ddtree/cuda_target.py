@@ -12,17 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import cuda as _target
-from numba import float32, float64, int32, int64, uint32, uint64
+from numba import float32, float64, int32, int64, uint16, uint32, uint64
 from numba.cuda.core import config
 
 __all__ = [
     "SIMULATED",
     "cuda",
     "device_function",
+    "device_routine",
     "float32",
     "float64",
     "int32",
     "int64",
+    "uint16",
     "uint32",
     "uint64",
 ]
@@ -44,3 +46,14 @@ cuda: Any = _SimulatedTarget() if SIMULATED else _target
 def device_function(function: Callable[..., Any]) -> Any:
     """Make a function callable from kernels; it is inlined, so that it compiles without a device."""
     return function if SIMULATED else _target.jit(device=True, inline="always")(function)
+
+
+def device_routine(function: Callable[..., Any]) -> Any:
+    """Make a longer function callable from kernels; the compiler's back end inlines it.
+
+    What `device_function` inlines is copied for each call before types are known, which takes Numba half
+    a minute where kernels are long. A routine is compiled once for the types of its arguments; Numba asks
+    for the current device to do so.
+    """
+    options: dict[str, Any] = {"device": True, "forceinline": True}
+    return function if SIMULATED else _target.jit(**options)(function)

@@ -6,7 +6,9 @@ import importlib
 import os
 import pkgutil
 import re
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -68,16 +70,19 @@ def compile_to_lto_ir(kernel: Kernel, signature: str, architecture: str) -> byte
     from numba_ddtree.cuda_target import cuda
 
     types, _ = normalize_signature(signature)
+    device = SimpleNamespace(compute_capability=ARCHITECTURES[architecture][:2])
     try:
-        code, _ = cuda.compile(
-            kernel.function,
-            types,
-            device=False,
-            abi="numba",
-            cc=ARCHITECTURES[architecture],
-            launch_bounds=kernel.launch_bounds,
-            output="ltoir",
-        )
+        # Routines ask for the current device, of which only this is used.
+        with patch("numba.cuda.dispatcher.get_current_device", lambda: device):
+            code, _ = cuda.compile(
+                kernel.function,
+                types,
+                device=False,
+                abi="numba",
+                cc=ARCHITECTURES[architecture],
+                launch_bounds=kernel.launch_bounds,
+                output="ltoir",
+            )
     except Exception as error:
         # What numba-cuda raises where libnvvm or libdevice is not installed; everything else is a fault.
         if type(error).__name__ in ("NvvmSupportError", "DynamicLibNotFoundError"):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_function, int32, int64, uint32, uint64
+from numba_ddtree.device.warp import LANES
 
 MAGNITUDE = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 PATH_WORDS = 3
@@ -18,22 +19,22 @@ PATH_WORDS = 3
 if SIMULATED:
 
     @device_function
-    def _bits_of(value: Any) -> Any:
+    def bits_of(value: Any) -> Any:
         return np.float64(value).view(np.int64)
 
     @device_function
-    def _value_of(bits: Any) -> Any:
+    def value_of(bits: Any) -> Any:
         return np.int64(bits).view(np.float64)
 
 else:
     from numba.cuda import libdevice
 
     @device_function
-    def _bits_of(value: Any) -> Any:
+    def bits_of(value: Any) -> Any:
         return libdevice.double_as_longlong(value)
 
     @device_function
-    def _value_of(bits: Any) -> Any:
+    def value_of(bits: Any) -> Any:
         return libdevice.longlong_as_double(bits)
 
 
@@ -44,14 +45,14 @@ def order_key(score: Any) -> Any:
     IEEE 754 numbers are ordered as sign and magnitude; flipping the magnitude of the negative ones
     gives two's complement order. The map is its own inverse on the bits.
     """
-    bits = _bits_of(score)
+    bits = bits_of(score)
     return bits ^ ((bits >> np.int64(63)) & MAGNITUDE)
 
 
 @device_function
 def score_of(key: Any) -> Any:
     """Inverse of `order_key`."""
-    return _value_of(key ^ ((key >> np.int64(63)) & MAGNITUDE))
+    return value_of(key ^ ((key >> np.int64(63)) & MAGNITUDE))
 
 
 @device_function
@@ -104,9 +105,13 @@ def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count:
     threads : int
         Threads of the block.
     """
-    slots, words = ancestor_bits.shape[1], ancestor_bits.shape[2]
-    for place in range(cuda.threadIdx.x, slots * words, threads):
-        ancestor_bits[request, place // words, place % words] = np.uint32(0)
+    slots, words = uint32(ancestor_bits.shape[1]), uint32(ancestor_bits.shape[2])
+    # A warp a row, since dividing a running index by a row's length costs more than writing it.
+    lane = uint32(cuda.threadIdx.x) % uint32(LANES)
+    warp = uint32(cuda.threadIdx.x) // uint32(LANES)
+    for slot in range(warp, slots, uint32(threads // LANES)):
+        for word in range(lane, words, uint32(LANES)):
+            ancestor_bits[request, uint32(slot), uint32(word)] = np.uint32(0)
     cuda.syncthreads()
     for node in range(cuda.threadIdx.x, count, threads):
         # Indices fall on the way to the root, so that each word is complete when the walk leaves it.
