@@ -316,8 +316,9 @@ def _launch(caches: KVCaches, views: dict[str, Any], stream: StreamLike) -> None
     block_table = views["block_table"]
     page_ids = views["kv_indices"] if block_table is None else flat(block_table)
     with Transfer(caches.placement, stream) as transfer:
-        on_device = [transfer.update(f"caches[{i}]", view) for i, view in enumerate(caches.views)]
-        layers = transfer.input(layer_table(on_device)) if caches.table is None else caches.table
+        if (layers := caches.table) is None:
+            on_device = [transfer.update(f"caches[{i}]", view) for i, view in enumerate(caches.views)]
+            layers = transfer.input(layer_table(on_device))
         transfer.launch(
             COMPACT_KV,
             caches.num_layers * batch,

@@ -16,7 +16,8 @@ from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from inputs import bad_compaction, compaction_past_the_pages, make_compaction, make_paths
-from numba_ddtree import ArgumentError
+from numba_ddtree import ArgumentError, BackendError
+from numba_ddtree.devices import find_device_fault
 from numba_ddtree.kv_caches import KVCaches
 from numba_ddtree.kv_compact import compact_kv as compact
 from numba_ddtree.refs.kv_compact import compact_kv, page_lists
@@ -113,6 +114,17 @@ def test_pages_of_ranges_that_are_none() -> None:
 def test_all_layers_of_all_caches_move(rng: np.random.Generator, paging: str, planned: bool) -> None:
     given = make_compaction(rng, paging=paging, rows=MIXED_ROWS)
     check_compaction(numpy_library(), given, planned=planned, backend="numpy")
+
+
+def test_plans_count_the_layers_of_all_caches(rng: np.random.Generator) -> None:
+    planned = KVCaches.plan(make_compaction(rng, B=2, rows=MIXED_ROWS).caches)
+    assert (planned.num_blocks, planned.block_size, planned.num_layers) == (2, 9 + 12, 1 + 3 + 2 + 1)
+
+
+@pytest.mark.skipif(find_device_fault() is None, reason="there is a device")
+def test_without_a_device_the_error_says_so() -> None:
+    with pytest.raises(BackendError, match=r"^no CUDA device: "):
+        compact(**(compaction() | {"backend": None}))
 
 
 def test_a_cache_may_stand_alone(rng: np.random.Generator) -> None:
