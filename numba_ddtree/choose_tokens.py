@@ -899,7 +899,8 @@ def _as_kernels_take(name: str, view: Any) -> Any:
     if isinstance(view, DeviceView):
         words = math.prod(view.shape) * view.dtype.itemsize // 4
         return replace(view, shape=(words,), strides=(4,), dtype=np.dtype(np.int32))
-    return np.ascontiguousarray(view).reshape(-1).view(np.int32) if isinstance(view, np.ndarray) else view
+    contiguous = np.ascontiguousarray(view) if isinstance(view, np.ndarray) else view
+    return contiguous.reshape(-1).view(np.int32)
 
 
 def _launch(
