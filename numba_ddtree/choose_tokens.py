@@ -31,7 +31,7 @@ from numba_ddtree.arrays import (
     gather,
     to_host,
 )
-from numba_ddtree.cuda_target import cuda, device_function, float32, float64, int32, int64, uint32, uint64
+from numba_ddtree.cuda_target import cuda, device_routine, float32, float64, int32, int64, uint32, uint64
 from numba_ddtree.device.bits import order_key
 from numba_ddtree.device.floats import float_bits, float_of_bits
 from numba_ddtree.device.philox import philox
@@ -96,7 +96,7 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@device_function
+@device_routine
 def read_eight(logits, start, vector, is_aligned, token_bitmask, mask_start):  # type: ignore[no-untyped-def]
     """Logits of eight tokens as float32, -inf for those that are masked or past the row's end."""
     first = uint32(vector * uint32(8))
@@ -110,7 +110,7 @@ def read_eight(logits, start, vector, is_aligned, token_bitmask, mask_start):  #
     return values
 
 
-@device_function
+@device_routine
 def read_one(logits, start, token, token_bitmask, mask_start):  # type: ignore[no-untyped-def]
     """Logit of one token as float32, -inf if it is masked or past the row's end."""
     value = load_within(logits, start, token, uint32(logits.shape[2]))
@@ -120,20 +120,20 @@ def read_one(logits, start, token, token_bitmask, mask_start):  # type: ignore[n
     return value
 
 
-@device_function
+@device_routine
 def value_key(value):  # type: ignore[no-untyped-def]
     """Map a float32 that is not NaN to a uint32 of the same order; both zeros to the same."""
     bits = float_bits(value + float32(0))
     return uint32(~bits) if bits >> uint32(31) else uint32(bits | uint32(0x80000000))
 
 
-@device_function
+@device_routine
 def key_value(key):  # type: ignore[no-untyped-def]
     """Inverse of `value_key`."""
     return float_of_bits(uint32(key & uint32(0x7FFFFFFF)) if key >> uint32(31) else uint32(~key))
 
 
-@device_function
+@device_routine
 def best_of_row(logits, start, is_aligned, token_bitmask, mask_start, s_key):  # type: ignore[no-untyped-def]
     """Key of the best token, for the whole block: `value_key`, then the inverted token.
 
@@ -188,7 +188,7 @@ def best_of_row(logits, start, is_aligned, token_bitmask, mask_start, s_key):  #
     return s_key[0]
 
 
-@device_function
+@device_routine
 def token_of_key(key):  # type: ignore[no-untyped-def]
     """Token of a key of `best_of_row`."""
     if key == uint64(0) or key >> uint64(32) == uint64(0xFFFFFFFF):
@@ -196,14 +196,14 @@ def token_of_key(key):  # type: ignore[no-untyped-def]
     return int32(uint32(~uint32(key & uint64(0xFFFFFFFF))))
 
 
-@device_function
+@device_routine
 def place_key(value, token, key_bits):  # type: ignore[no-untyped-def]
     """Place of a token in the order by logit falling, then by token, as a number that falls with it."""
     key = uint64(value_key(value) >> uint32(32 - key_bits))
     return (key << uint64(TOKEN_BITS)) | uint64(uint32(MAX_VOCABULARY - 1) - token)
 
 
-@device_function
+@device_routine
 def place_value(key, key_bits):  # type: ignore[no-untyped-def]
     """Value of a `place_key`; NaN of the key 0."""
     missing_bits = uint32(32 - key_bits)
@@ -213,13 +213,13 @@ def place_value(key, key_bits):  # type: ignore[no-untyped-def]
     return key_value(uint32(high | filling))
 
 
-@device_function
+@device_routine
 def place_token(key):  # type: ignore[no-untyped-def]
     """Token of a `place_key`."""
     return uint32(uint32(MAX_VOCABULARY - 1) - uint32(key & uint64(MAX_VOCABULARY - 1)))
 
 
-@device_function
+@device_routine
 def add_weight(value, digit, by_mass, best, inverse_temperature, s_low, s_high):  # type: ignore[no-untyped-def]
     """Add a token's weight to a bin, which is 64 bits in two words."""
     if by_mass:
@@ -234,7 +234,7 @@ def add_weight(value, digit, by_mass, best, inverse_temperature, s_low, s_high):
         cuda.atomic.add(s_low, digit, uint32(1))
 
 
-@device_function
+@device_routine
 def find_digit(s_low, s_high, s_sums, s_found, target, fraction):  # type: ignore[no-untyped-def]
     """Find the bin, from the last one down, in which the running sum of weights reaches the target.
 
@@ -285,7 +285,7 @@ def find_digit(s_low, s_high, s_sums, s_found, target, fraction):  # type: ignor
     cuda.syncthreads()
 
 
-@device_function
+@device_routine
 def find_cut(  # type: ignore[no-untyped-def]
     logits,
     start,
@@ -346,7 +346,7 @@ def find_cut(  # type: ignore[no-untyped-def]
     return max(prefix, lowest)
 
 
-@device_function
+@device_routine
 def random_word(token, position, id_low, id_high, seed_low, seed_high):  # type: ignore[no-untyped-def]
     """Random word of one token: `numba_ddtree.refs.choose_tokens.random_bits`."""
     words = philox(uint32(token >> uint32(2)), position, id_low, id_high, seed_low, seed_high)
@@ -355,7 +355,7 @@ def random_word(token, position, id_low, id_high, seed_low, seed_high):  # type:
     return pair[1] if word & uint32(1) else pair[0]
 
 
-@device_function
+@device_routine
 def about_gumbel(bits):  # type: ignore[no-untyped-def]
     """Gumbel noise of a random word, float32, to within 2^-10.
 
@@ -372,13 +372,13 @@ def about_gumbel(bits):  # type: ignore[no-untyped-def]
     return about_log2(exponential) * float32(-LN2)
 
 
-@device_function
+@device_routine
 def most_gumbel(bits):  # type: ignore[no-untyped-def]
     """Bound on the Gumbel noise of a random word, to 1e-5: -log u, since -log(1 - u) is above u."""
     return (float32(32) - about_log2(float32(bits) + float32(0.5))) * float32(LN2)
 
 
-@device_function
+@device_routine
 def scaled_logit(value, inverse_temperature):  # type: ignore[no-untyped-def]
     """``value / T`` in float32, or the nearest number up to 2^126.
 
@@ -388,13 +388,13 @@ def scaled_logit(value, inverse_temperature):  # type: ignore[no-untyped-def]
     return smaller32(larger32(scaled, float32(-LARGEST)), float32(LARGEST))
 
 
-@device_function
+@device_routine
 def slack(scaled):  # type: ignore[no-untyped-def]
     """Bound on what a score in float32, a scaled logit plus noise, differs from the exact one by."""
     return abs(scaled) * float32(2**-20) + float32(2**-9)
 
 
-@device_function
+@device_routine
 def bounds(value, bits, inverse_temperature, upper, lower):  # type: ignore[no-untyped-def]
     """Raise an upper and a lower bound of the best score to those of one token's."""
     scaled = scaled_logit(value, inverse_temperature)
@@ -402,7 +402,7 @@ def bounds(value, bits, inverse_temperature, upper, lower):  # type: ignore[no-u
     return larger32(upper, score + slack(scaled)), larger32(lower, score - slack(scaled))
 
 
-@device_function
+@device_routine
 def draw_from_row(  # type: ignore[no-untyped-def]
     logits,
     start,
@@ -497,12 +497,12 @@ def draw_from_row(  # type: ignore[no-untyped-def]
     return int32(s_words[WINNER])
 
 
-@device_function
+@device_routine
 def is_padding(num_nodes, request, node):  # type: ignore[no-untyped-def]
     return num_nodes.shape[0] > 0 and node >= num_nodes[request]
 
 
-@device_function
+@device_routine
 def mask_row(token_bitmask, vocabulary, row, request):  # type: ignore[no-untyped-def]
     """First word of a row's mask, which each row has, or each request."""
     words = int64((vocabulary + 31) // 32)
@@ -510,7 +510,7 @@ def mask_row(token_bitmask, vocabulary, row, request):  # type: ignore[no-untype
     return words * int64(row if has_each_row else request)
 
 
-@device_function
+@device_routine
 def long_of(words, request, batch, default):  # type: ignore[no-untyped-def]
     """Return an integer of a request, of 64 bits or 32, or the default where none were given."""
     if words.shape[0] == 0:
@@ -520,13 +520,13 @@ def long_of(words, request, batch, default):  # type: ignore[no-untyped-def]
     return (int64(words[2 * request + 1]) << int64(32)) | (int64(words[2 * request]) & int64(0xFFFFFFFF))
 
 
-@device_function
+@device_routine
 def float_of(words, request, default):  # type: ignore[no-untyped-def]
     """Return a float32 of a request, or the default where none were given."""
     return float_of_bits(uint32(words[request])) if words.shape[0] > 0 else float32(default)
 
 
-@device_function
+@device_routine
 def is_temperature(value):  # type: ignore[no-untyped-def]
     return value == float32(0) or MIN_TEMPERATURE <= value < float32(np.inf)
 

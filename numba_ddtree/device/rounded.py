@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_ddtree.cuda_target import SIMULATED, device_function, float64, int32, int64
+from numba_ddtree.cuda_target import SIMULATED, device_routine, float64, int32, int64
 from numba_ddtree.refs.choose_tokens import (
     ATANH_SERIES,
     EXP_SERIES,
@@ -73,7 +73,7 @@ else:
     about_log2 = libdevice.fast_log2f
 
 
-@device_function
+@device_routine
 def natural_log(x: Any) -> Any:
     """Logarithm of a positive normal float64: `numba_ddtree.refs.choose_tokens.natural_log`."""
     mantissa, exponent = math.frexp(x)
@@ -95,14 +95,14 @@ def natural_log(x: Any) -> Any:
     return plus(times(float64(exponent), LN2), times(plus(ratio, ratio), series))
 
 
-@device_function
+@device_routine
 def gumbel(bits: Any) -> Any:
     """Gumbel noise of a random word, float64: `numba_ddtree.refs.choose_tokens.gumbel`."""
     complement = times(4294967295.5 - float64(bits), 2.0**-32)
     return -natural_log(-natural_log(complement))
 
 
-@device_function
+@device_routine
 def mass(value: Any, best: Any, inverse_temperature: Any) -> Any:
     """Probability in units of 2^-40 of the best one's, int64: `numba_ddtree.refs.choose_tokens.masses`."""
     x = times32(plus32(value, -best), inverse_temperature)
