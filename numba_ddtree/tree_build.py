@@ -1,20 +1,17 @@
-"""Best-first construction of draft trees in shared memory.
+"""Best-first construction of draft trees in shared memory, a block a request.
 
-The heap of the original (DDTree, arXiv 2604.12989) becomes a table: every node of the tree offers
-its best child that is not yet in the tree, and the best offer becomes the next node. That node makes
-an offer of its own, and its parent offers the next sibling, so that each step changes two places of
-the table and none is ever freed. One warp finds the best of up to 1024 offers in two steps: lane g
-knows the best of offers 32 g to 32 g + 31, and only the groups of the two changed places are looked
-at again.
+Two ways lead to the heap's tree (DDTree, arXiv 2604.12989), equal to the bit: `device.tree_sums` finds
+the best continuations all at once and sorts them; `device.tree_pops` takes them one by one, where
+log-probs above 0 make the heap's order another than that of the scores, and where more continuations
+tie than there is room for.
 
 Order is the heap's: score (float64, one rounded addition a node) falling, then the tuple of ranks
-rising. Offers whose scores are equal to the bit are told apart by their paths' bit strings
-(`numba_ddtree.device.bits.rank_code`).
+rising.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,218 +24,117 @@ from numba_ddtree.arrays import (
     check_array,
     check_count,
     check_indices,
+    check_scalar,
     first_where,
     gather,
     to_host,
 )
-from numba_ddtree.cuda_target import cuda, device_function, float32, float64, int32, int64, uint32
-from numba_ddtree.device.bits import (
-    PATH_WORDS,
-    order_key,
-    placed_code,
-    rank_code,
-    rank_code_length,
-    score_of,
-    write_ancestor_bits,
+from numba_ddtree.cuda_target import (
+    cuda,
+    device_routine,
+    float32,
+    float64,
+    int32,
+    int64,
+    uint16,
+    uint32,
 )
-from numba_ddtree.device.warp import LANES, warp_ballot, warp_broadcast, warp_max, warp_sync
+from numba_ddtree.device.bits import write_ancestor_bits
+from numba_ddtree.device.draft_rows import (
+    INVALID_FLAG,
+    NAN_FLAG,
+    POSITIVE_FLAG,
+    Rows,
+    log_prob,
+    stage_log_probs,
+)
+from numba_ddtree.device.tree_pops import NO_OFFER, OFFER_WORDS, Offers, pop_tree
+from numba_ddtree.device.tree_sums import (
+    BINS,
+    COUNTERS,
+    PATH_WORDS_A_PLACE,
+    Paths,
+    capacity_for,
+    find_paths,
+    order_size,
+    place_nodes,
+    sort_paths,
+)
+from numba_ddtree.device.tree_worth import keep_worth, round_cost
+from numba_ddtree.device.warp import LANES
 from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import tree_build as reference
+from numba_ddtree.refs.tree_build import MAX_DEPTH, MAX_PREFIX, MAX_TOKEN
 from numba_ddtree.status import TreeStatus
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree, arrays_of, tree_shapes
 
 MAX_BUDGET = 1024
-MAX_DEPTH = 64
-MAX_TOKEN = np.iinfo(np.int32).max
+LOWEST = float(np.finfo(np.float64).min)
 
-THREADS = block_threads(256)
-NO_OFFER = np.int64(-(2**63))  # below the key of every finite score
-# A tree of N slots takes 15 words of shared memory a slot; what is left of this, which every device
-# has and which leaves room for a second block on most, holds the first ranks of each row.
-SHARED_BYTES = 99 * 1024
-SLOT_WORDS = 15
-FLAG_WORDS = 4
-NAN_FLAG, INVALID_FLAG, COUNT_WORD = range(3)
-
-
-@device_function
-def offer_word(s_path, s_path_bits, s_offer_rank, slot, word):  # type: ignore[no-untyped-def]
-    """Word of the bit string of an offer: its parent's path, then the offered rank."""
-    path = s_path[uint32(word * s_path_bits.shape[0] + slot)]
-    return uint32(path | placed_code(rank_code(s_offer_rank[slot]), s_path_bits[slot], word))
+THREADS = block_threads(512)
+WARPS = THREADS // LANES
+# Tree and search together take about 88 KB for 1024 nodes; what is left of this, which every device
+# has, holds the first ranks of each row.
+SHARED_WORDS = 99 * 1024 // 4
+SLOT_WORDS = 7  # of a `TreeTable`
+# Flags: draft_rows' three, then these, then tree_sums' counters.
+BAD_COST_FLAG, BAD_TOKEN_FLAG, COUNT_WORD = 3, 4, 5
+COUNTERS_AT = 6
+FLAG_WORDS = 12
+CHAIN_WORDS = 2 * (MAX_DEPTH + 1)
 
 
-@device_function
-def offer_precedes(s_path, s_path_bits, s_offer_rank, s_depth, left, right):  # type: ignore[no-untyped-def]
-    """Whether of two offers of equal score the left one's tuple of ranks is the smaller."""
-    for word in range(PATH_WORDS):
-        left_word = offer_word(s_path, s_path_bits, s_offer_rank, left, word)
-        right_word = offer_word(s_path, s_path_bits, s_offer_rank, right, word)
-        if left_word != right_word:
-            return left_word < right_word
-    return s_depth[left] < s_depth[right]
+class TreeTable(NamedTuple):
+    """The tree while it grows, a slot a node, all in shared memory.
 
-
-@device_function
-def best_lane(key, slot, s_path, s_path_bits, s_offer_rank, s_depth):  # type: ignore[no-untyped-def]
-    """Lane whose offer comes first; the whole warp takes part. Any lane, where none has an offer."""
-    # The top bit is flipped so that unsigned comparison orders signed keys.
-    high = uint32(uint32(key >> int64(32)) ^ uint32(0x80000000))
-    best = warp_max(high)
-    tied = high == best
-    lanes = warp_ballot(tied)
-    if best != uint32(0) and cuda.popc(lanes) > 1:
-        low = uint32(key & int64(0xFFFFFFFF)) if tied else uint32(0)
-        best = warp_max(low)
-        tied = tied and low == best
-        lanes = warp_ballot(tied)
-        if cuda.popc(lanes) > 1:
-            for word in range(PATH_WORDS):
-                # Inverted, so that the smallest path is the maximum and lanes out of the race are 0.
-                path = uint32(0)
-                if tied:
-                    path = uint32(~offer_word(s_path, s_path_bits, s_offer_rank, slot, word))
-                best = warp_max(path)
-                tied = tied and path == best
-            shallow = uint32(0)
-            if tied:
-                shallow = uint32(MAX_DEPTH + 1 - s_depth[slot])
-            best = warp_max(shallow)
-            lanes = warp_ballot(tied and shallow == best)
-    return int32(cuda.ffs(int32(lanes)) - 1)
-
-
-@device_function
-def child_key(score, row, rank, log_probs, request, s_log_probs, staged):  # type: ignore[no-untyped-def]
-    """Key of a node's child of a given rank, or ``NO_OFFER`` where there is none of probability > 0."""
-    if row >= log_probs.shape[1] or rank >= log_probs.shape[2]:
-        return NO_OFFER
-    log_prob = s_log_probs[uint32(row * staged + rank)] if rank < staged else log_probs[request, row, rank]
-    return NO_OFFER if log_prob == float32(-np.inf) else order_key(score + float64(log_prob))
-
-
-@device_function
-def stage_log_probs(log_probs, request, s_log_probs, staged, s_flags):  # type: ignore[no-untyped-def]
-    """Check a request's log-probs and copy the first ranks of each row; a row a warp."""
-    lane = cuda.threadIdx.x % LANES
-    for row in range(cuda.threadIdx.x // LANES, log_probs.shape[1], THREADS // LANES):
-        for rank in range(lane, log_probs.shape[2], LANES):
-            value = log_probs[request, row, rank]
-            if rank < staged:
-                s_log_probs[row * staged + rank] = value
-            if value != value:
-                s_flags[NAN_FLAG] = 1
-            elif value == float32(np.inf) or (rank > 0 and value > log_probs[request, row, rank - 1]):
-                s_flags[INVALID_FLAG] = 1
-
-
-@device_function
-def grow_tree(  # type: ignore[no-untyped-def]
-    log_probs,
-    request,
-    budget,
-    s_log_probs,
-    staged,
-    s_score,
-    s_offer,
-    s_parent,
-    s_depth,
-    s_rank,
-    s_offer_rank,
-    s_first_child,
-    s_last_child,
-    s_next_sibling,
-    s_path,
-    s_path_bits,
-):
-    """Take the best offer until the budget or the offers run out, and return the number of nodes.
-
-    The first warp takes part as a whole; the root is in place, its offer is not.
+    Attributes
+    ----------
+    score : float64 [N]
+    parent, depth, rank, first_child, next_sibling : int32 [N]
     """
-    lane_id = cuda.threadIdx.x
-    taken: Any = uint32(1)
-    root_child = child_key(0.0, uint32(0), uint32(0), log_probs, request, s_log_probs, staged)
-    s_offer[0] = root_child
-    best_key = root_child if lane_id == 0 else NO_OFFER  # of the lane's group of 32 offers
-    best_slot = uint32(0)
-    warp_sync()
-    # Every lane does the same with the chosen offer, so that none waits for another; what differs
-    # is the word of the path that it writes.
-    path_word = uint32(min(lane_id, PATH_WORDS - 1))
-    path_start = uint32(path_word * uint32(s_score.shape[0]))
-    while True:
-        winner = best_lane(best_key, best_slot, s_path, s_path_bits, s_offer_rank, s_depth)
-        slot = uint32(warp_broadcast(int32(best_slot), winner))
-        key = s_offer[slot]
-        if key == NO_OFFER or taken > budget:
-            break
-        node = taken
-        depth = uint32(s_depth[slot])
-        rank = uint32(s_offer_rank[slot])
-        path_bits = s_path_bits[slot]
-        path = s_path[uint32(path_start + slot)]
-        elder = uint32(s_last_child[slot])
-        group_slot = uint32((slot & uint32(0xFFFFFFE0)) + uint32(lane_id))
-        group_key = s_offer[group_slot]
-        score = score_of(key)
-        next_rank = uint32(rank + uint32(1))
-        sibling = child_key(s_score[slot], depth, next_rank, log_probs, request, s_log_probs, staged)
-        child = child_key(
-            score, uint32(depth + uint32(1)), uint32(0), log_probs, request, s_log_probs, staged
-        )
-        warp_sync()  # all have read what now changes
-        taken = uint32(taken + uint32(1))
-        s_score[node] = score
-        s_parent[node] = int32(slot)
-        s_depth[node] = int32(depth + uint32(1))
-        s_rank[node] = int32(rank)
-        s_offer_rank[node] = 0
-        s_offer_rank[slot] = int32(next_rank)
-        s_offer[node] = child
-        s_offer[slot] = sibling
-        s_path[uint32(path_start + node)] = uint32(path | placed_code(rank_code(rank), path_bits, path_word))
-        s_path_bits[node] = path_bits + rank_code_length(rank)
-        if rank == uint32(0):
-            s_first_child[slot] = int32(node)
-        else:
-            s_next_sibling[elder] = int32(node)
-        s_last_child[slot] = int32(node)
-        warp_sync()
-        if group_slot == slot:
-            group_key = sibling
-        if group_slot == node:
-            group_key = child
-        winner = best_lane(group_key, group_slot, s_path, s_path_bits, s_offer_rank, s_depth)
-        group_best = uint32((slot & uint32(0xFFFFFFE0)) + uint32(winner))
-        if lane_id == slot // uint32(LANES):
-            best_slot = group_best
-            best_key = s_offer[group_best]
-        # The new node's group gained one offer, which was seen just now if it is the same group.
-        if lane_id == node // uint32(LANES) and (
-            child > best_key
-            or (
-                child == best_key
-                and child != NO_OFFER
-                and best_slot != node
-                and offer_precedes(s_path, s_path_bits, s_offer_rank, s_depth, node, best_slot)
-            )
-        ):
-            best_key = child
-            best_slot = node
-    return taken
+
+    score: Any
+    parent: Any
+    depth: Any
+    rank: Any
+    first_child: Any
+    next_sibling: Any
+
+
+@device_routine
+def chain_scores(rows: Any, budget: Any, s_chain: Any, chain_seed: Any) -> Any:
+    """Write the scores along the top-1 path, and return the number of seeds."""
+    seeds = int32(0)
+    score = 0.0
+    s_chain[0] = score
+    for row in range(rows.depth):
+        score = score + log_prob(rows, uint32(row), uint32(0))
+        s_chain[row + 1] = score
+        if chain_seed != 0 and row < budget and seeds == row and score >= rows.least:
+            seeds = int32(seeds + 1)
+    return seeds
 
 
 def build_tree_kernel(  # type: ignore[no-untyped-def]
     log_probs,  # float32 [B, L, K]
     candidate_ids,  # int32 or int64 [B, L, K]
-    budgets,  # int32 [B], or empty: the default for all, as for the next two
+    budgets,  # int32 [B], or empty: the default for all, as for all arrays up to min_log_probs
     root_tokens,  # int32 [B]
     prefix_lengths,  # int32 [B]
+    max_depths,  # int32 [B]
+    max_candidates,  # int32 [B]
+    min_log_probs,  # float32 or float64 [B]
+    verify_cost,  # float64 [M], or empty: no cost
     default_budget,  # int32
+    default_least,  # float64
+    chain_seed,  # int32
+    draft_cost,  # float64
     staged,  # int32: ranks of each row that fit shared memory
+    capacity,  # int32: continuations that the search has room for
+    search_words,  # int32: shared memory of the search
     token_ids,  # int32 [B, N], and so on as DraftTree
     parents,
     depths,
@@ -255,37 +151,73 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
     stride = (slots + LANES - 1) // LANES * LANES
     s_words = cuda.shared.array(0, int32)
     s_unsigned = cuda.shared.array(0, uint32)
+    s_halves = cuda.shared.array(0, uint16)
     s_keys = cuda.shared.array(0, int64)
     s_doubles = cuda.shared.array(0, float64)
     s_floats = cuda.shared.array(0, float32)
-    s_score = s_doubles[:stride]
-    s_offer = s_keys[stride : 2 * stride]
-    s_parent = s_words[4 * stride : 5 * stride]
-    s_depth = s_words[5 * stride : 6 * stride]
-    s_rank = s_words[6 * stride : 7 * stride]
-    s_offer_rank = s_words[7 * stride : 8 * stride]
-    s_first_child = s_words[8 * stride : 9 * stride]
-    s_last_child = s_words[9 * stride : 10 * stride]
-    s_next_sibling = s_words[10 * stride : 11 * stride]
-    s_path = s_unsigned[11 * stride : 14 * stride]
-    s_path_bits = s_words[14 * stride : 15 * stride]
-    s_flags = s_words[15 * stride : 15 * stride + FLAG_WORDS]
-    s_log_probs = s_floats[15 * stride + FLAG_WORDS :]
+    tree = TreeTable(
+        score=s_doubles[:stride],
+        parent=s_words[2 * stride : 3 * stride],
+        depth=s_words[3 * stride : 4 * stride],
+        rank=s_words[4 * stride : 5 * stride],
+        first_child=s_words[5 * stride : 6 * stride],
+        next_sibling=s_words[6 * stride : 7 * stride],
+    )
+    flags_at = SLOT_WORDS * stride
+    s_flags = s_words[flags_at : flags_at + FLAG_WORDS]
+    chain_at = flags_at + FLAG_WORDS
+    s_chain = s_doubles[chain_at // 2 : (chain_at + CHAIN_WORDS) // 2]
+    search_at = chain_at + CHAIN_WORDS
+    bins_at = search_at + PATH_WORDS_A_PLACE * capacity
+    paths = Paths(
+        score=s_doubles[search_at // 2 : search_at // 2 + capacity],
+        origin=s_unsigned[search_at + 2 * capacity : search_at + 3 * capacity],
+        bounds=s_unsigned[search_at + 3 * capacity : bins_at],
+        bins=s_words[bins_at : bins_at + BINS],
+        order=s_halves[2 * (bins_at + BINS) :],
+        counters=s_words[flags_at + COUNTERS_AT : flags_at + COUNTERS_AT + COUNTERS],
+        chain=s_chain,
+    )
+    # Popping needs its table only after the search has given up, so that both share their memory.
+    offers_at = search_at + 2 * stride
+    offers = Offers(
+        key=s_keys[search_at // 2 : offers_at // 2],
+        rank=s_words[offers_at : offers_at + stride],
+        last_child=s_words[offers_at + stride : offers_at + 2 * stride],
+        path_bits=s_words[offers_at + 2 * stride : offers_at + 3 * stride],
+        path=s_unsigned[offers_at + 3 * stride : offers_at + 6 * stride],
+    )
+    s_log_probs = s_floats[search_at + search_words :]
 
     budget = budgets[request] if budgets.shape[0] > 0 else default_budget
     prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
+    root = root_tokens[request] if root_tokens.shape[0] > 0 else int32(0)
+    depth = max_depths[request] if max_depths.shape[0] > 0 else int32(log_probs.shape[1])
+    width = max_candidates[request] if max_candidates.shape[0] > 0 else int32(log_probs.shape[2])
+    least = float64(min_log_probs[request]) if min_log_probs.shape[0] > 0 else default_least
+    is_in_range = (
+        0 <= budget < slots
+        and root >= 0
+        and 0 <= prefix <= MAX_PREFIX
+        and 1 <= depth <= log_probs.shape[1]
+        and 1 <= width <= log_probs.shape[2]
+        and least == least
+    )
     for slot in range(thread, stride, THREADS):
-        s_offer[slot] = NO_OFFER
-        s_first_child[slot] = -1
-        s_next_sibling[slot] = -1
+        tree.first_child[slot] = -1
+        tree.next_sibling[slot] = -1
     if thread < FLAG_WORDS:
         s_flags[thread] = 0
     cuda.syncthreads()
-    stage_log_probs(log_probs, request, s_log_probs, staged, s_flags)
+    stage_log_probs(log_probs, request, s_log_probs, staged, s_flags, WARPS)
+    if is_in_range and verify_cost.shape[0] > 0:
+        for nodes in range(thread, budget + 1, THREADS):
+            if not 0.0 < round_cost(verify_cost, draft_cost, nodes) < np.inf:
+                s_flags[BAD_COST_FLAG] = 1
     cuda.syncthreads()
 
     code = int32(TreeStatus.OK)
-    if budget < 0 or budget >= slots or prefix < 0:
+    if not is_in_range or s_flags[BAD_COST_FLAG] != 0:
         code = int32(TreeStatus.INVALID)
     elif s_flags[NAN_FLAG] != 0:
         code = int32(TreeStatus.NAN)
@@ -294,79 +226,84 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
     elif log_probs[request, 0, 0] == float32(-np.inf):
         code = int32(TreeStatus.NO_CANDIDATE)
 
+    count = int32(1)
     if thread == 0:
-        s_score[0] = 0.0
-        s_parent[0] = -1
-        s_depth[0] = 0
-        s_rank[0] = 0
-        s_offer_rank[0] = 0
-        s_path_bits[0] = 0
-        for word in range(PATH_WORDS):
-            s_path[word * stride] = uint32(0)
-        s_flags[COUNT_WORD] = 1
-    cuda.syncthreads()
-    if thread < LANES and code == int32(TreeStatus.OK) and budget > 0:
-        taken = grow_tree(
-            log_probs,
-            request,
-            budget,
-            s_log_probs,
-            staged,
-            s_score,
-            s_offer,
-            s_parent,
-            s_depth,
-            s_rank,
-            s_offer_rank,
-            s_first_child,
-            s_last_child,
-            s_next_sibling,
-            s_path,
-            s_path_bits,
-        )
-        s_flags[COUNT_WORD] = int32(taken)
-    cuda.syncthreads()
-    count = s_flags[COUNT_WORD]
+        tree.score[0] = 0.0
+        tree.parent[0] = -1
+        tree.depth[0] = 0
+        tree.rank[0] = 0
+    if code == int32(TreeStatus.OK) and budget > 0:
+        limits = Rows(log_probs, request, s_log_probs, staged, depth, width, max(least, LOWEST), int32(0))
+        if thread == 0:
+            s_flags[COUNT_WORD] = chain_scores(limits, budget, s_chain, chain_seed)
+        cuda.syncthreads()
+        seeds = s_flags[COUNT_WORD]
+        rows = Rows(log_probs, request, s_log_probs, staged, depth, width, max(least, LOWEST), seeds)
+        stored = int32(0)
+        if s_flags[POSITIVE_FLAG] == 0:
+            stored = find_paths(rows, budget, paths, THREADS)
+        if stored > 0:
+            nodes = min(sort_paths(paths, stored, THREADS), budget)
+            place_nodes(paths, nodes, tree, THREADS)
+            count = int32(nodes + 1)
+        else:
+            for slot in range(thread, stride, THREADS):
+                offers.key[slot] = NO_OFFER
+            cuda.syncthreads()
+            if thread < LANES:
+                s_flags[COUNT_WORD] = int32(pop_tree(rows, budget, tree, offers))
+            cuda.syncthreads()
+            count = s_flags[COUNT_WORD]
+        if count <= budget:
+            code = int32(TreeStatus.EXHAUSTED)
+        if verify_cost.shape[0] > 0:
+            worth = keep_worth(tree.score, count, verify_cost, draft_cost, s_flags[COUNT_WORD:], THREADS)
+            if worth < count:
+                code = int32(TreeStatus.OK)
+                count = worth
 
     # The rank of a node gives way to its token, so that a bad one is known before anything is written.
     for node in range(thread + 1, count, THREADS):
-        token = candidate_ids[request, s_depth[node] - 1, s_rank[node]]
+        token = candidate_ids[request, tree.depth[node] - 1, tree.rank[node]]
         if token < 0 or token > MAX_TOKEN:
-            s_flags[INVALID_FLAG] = 1
-        s_rank[node] = int32(token)
+            s_flags[BAD_TOKEN_FLAG] = 1
+        tree.rank[node] = int32(token)
+    if thread == 0:
+        tree.rank[0] = max(root, int32(0))
     cuda.syncthreads()
-    if code == int32(TreeStatus.OK):
-        if s_flags[INVALID_FLAG] != 0:
-            code = int32(TreeStatus.INVALID)
-            count = int32(1)
-        elif count <= budget:
-            code = int32(TreeStatus.EXHAUSTED)
+    if s_flags[BAD_TOKEN_FLAG] != 0:
+        code = int32(TreeStatus.INVALID)
+        count = int32(1)
     if thread == 0:
         num_nodes[request] = count
         status[request] = code
-        s_rank[0] = root_tokens[request] if root_tokens.shape[0] > 0 else int32(0)
-        if count == 1:
-            s_first_child[0] = -1
-    cuda.syncthreads()
     base = max(prefix, int32(0))
     for slot in range(thread, slots, THREADS):
         used = slot < count
-        token_ids[request, slot] = s_rank[slot] if used else 0
-        parents[request, slot] = s_parent[slot] if used else -1
-        depths[request, slot] = s_depth[slot] if used else 0
-        positions[request, slot] = base + (s_depth[slot] if used else 0)
-        first_child[request, slot] = s_first_child[slot] if used else -1
-        next_sibling[request, slot] = s_next_sibling[slot] if used else -1
-    write_ancestor_bits(ancestor_bits, request, s_parent, count, THREADS)
+        token_ids[request, slot] = tree.rank[slot] if used else 0
+        parents[request, slot] = tree.parent[slot] if used else -1
+        depths[request, slot] = tree.depth[slot] if used else 0
+        positions[request, slot] = base + (tree.depth[slot] if used else 0)
+        # Links may lead to nodes that were given up.
+        child, sibling = tree.first_child[slot], tree.next_sibling[slot]
+        first_child[request, slot] = child if used and child < count else -1
+        next_sibling[request, slot] = sibling if used and sibling < count else -1
+    write_ancestor_bits(ancestor_bits, request, tree.parent, count, THREADS)
 
 
 _TREE = ", ".join(["int32[:, ::1]"] * 6 + ["uint32[:, :, ::1]"] + ["int32[::1]"] * 2)
 BUILD_TREE = Kernel(
     build_tree_kernel,
     tuple(
-        f"void(float32[:, :, ::1], {ids}[:, :, ::1], int32[::1], int32[::1], int32[::1], "
-        f"int32, int32, {_TREE})"
-        for ids in ("int32", "int64")
+        f"void(float32[:, :, ::1], {ids}[:, :, ::1], {', '.join(['int32[::1]'] * 5)}, {least}[::1], "
+        f"{cost}[::1], int32, float64, int32, float64, int32, int32, int32, {_TREE})"
+        # Arrays that are not given are empty ones of int32.
+        for ids, least, cost in (
+            ("int32", "int32", "int32"),
+            ("int64", "int32", "int32"),
+            ("int64", "float64", "float64"),
+            ("int32", "float32", "float64"),
+        )
     ),
     THREADS,
 )
@@ -380,6 +317,12 @@ def build_tree(
     root_tokens: Array | None = None,
     prefix_lengths: Array | None = None,
     max_budget: int | None = None,
+    max_depths: Array | None = None,
+    max_candidates: Array | None = None,
+    min_log_prob: float | Array = -np.inf,
+    chain_seed: bool = False,
+    verify_cost: Array | None = None,
+    draft_cost: float = 0.0,
     out: DraftTree | None = None,
     stream: StreamLike = None,
     backend: str | None = None,
@@ -391,6 +334,13 @@ def build_tree(
     in float64, rounded once a node. Nodes are numbered by score, best first; of equal scores the
     smaller tuple of ranks comes first. Candidates of log-prob -inf are never nodes. The result is
     deterministic, to the bit that of the reference in `numba_ddtree.refs.tree_build`.
+
+    All options combine: `max_depths`, `max_candidates` and `min_log_prob` decide which continuations
+    there are, `chain_seed` which come first, `budget` how many are taken at most, and `verify_cost`
+    then cuts what was taken, in the order of the nodes, those of the seed like all others.
+
+    Log-probs need not be normalised. Above 0 they make a child better than its parent; nodes are then
+    numbered in the order in which the heap takes them, more slowly than the rest.
 
     Parameters
     ----------
@@ -408,6 +358,23 @@ def build_tree(
     max_budget : int, optional
         The result has ``max_budget + 1`` slots; by default the largest budget. A must where `budget`
         is a device array.
+    max_depths : int32 [B], optional
+        The largest depth of a node, 1 to L; L by default.
+    max_candidates : int32 [B], optional
+        How many of a position's candidates are used, 1 to K; K by default.
+    min_log_prob : float, or float32 or float64 [B]
+        A node whose score is below it is not taken, nor are its descendants. Not NaN.
+    chain_seed : bool
+        Put the top-1 path in first, in order of depth and as far as the budget reaches; then the best
+        of all others. A tree with the chain in it accepts at least what the chain would.
+    verify_cost : float64 [M], optional
+        Cost of verifying a tree of 0, 1, 2, ... nodes beside the root, in any unit; M > max_budget.
+        The tree ends before the first node that does not raise ``(1 + sum of exp(score)) /
+        (draft_cost + verify_cost[nodes])``, the expected tokens of a round over its cost, summed in
+        order of the nodes: CaDDTree (arXiv 2606.01813).
+    draft_cost : float
+        The rest of a round's cost, in the same unit; only with `verify_cost`. Every sum of both is
+        above 0 and finite.
     out : DraftTree, optional
         A tree of the right shapes to write into.
     stream
@@ -421,28 +388,40 @@ def build_tree(
     -------
     DraftTree
         Numpy arrays for host arrays, after synchronising; otherwise arrays of the same library, with
-        no synchronisation. `status` says what became of each request; one whose values are bad is
-        its root alone and leaves the others untouched.
+        no synchronisation. `status` says what became of each request: ``OK`` for as many nodes as the
+        budget asks for or the cost is worth, ``EXHAUSTED`` where the limits leave fewer. One whose
+        values are bad is its root alone and leaves the others untouched.
 
     Raises
     ------
     ArgumentError
         Wrong shape, dtype, device or layout of an argument; for host arrays, and with `validate`,
         also NaN, unsorted rows, a first row without candidates, a negative token id or prefix
-        length, a budget out of range.
+        length, a budget, limit or cost out of range.
     BackendError
         No device for the CUDA backend.
     """
+    is_least_scalar = isinstance(min_log_prob, int | float | np.integer | np.floating)
     placement, views = gather(
         draft_log_probs=draft_log_probs,
         draft_token_ids=draft_token_ids,
         budget=None if isinstance(budget, int | np.integer) else budget,
         root_tokens=root_tokens,
         prefix_lengths=prefix_lengths,
+        max_depths=max_depths,
+        max_candidates=max_candidates,
+        min_log_prob=None if is_least_scalar else min_log_prob,
+        verify_cost=verify_cost,
     )
-    views = _checked(views)
     max_budget = _checked_max_budget(budget, views["budget"], max_budget)
-    default_budget = int(budget) if views["budget"] is None else 0
+    views = _checked(views, max_budget)
+    settings = Settings(
+        budget=0 if views["budget"] is not None else int(budget),
+        least=_checked_least(min_log_prob) if is_least_scalar else -np.inf,
+        chain_seed=_checked_flag("chain_seed", chain_seed),
+        draft_cost=_checked_draft_cost(draft_cost, verify_cost),
+        max_budget=max_budget,
+    )
     runs_reference = use_reference(backend, placement)
     if out is not None:
         arrays_of("out", out, DraftTree)
@@ -450,16 +429,36 @@ def build_tree(
         if out.max_depth != depth:
             raise ArgumentError("out.max_depth", out.max_depth, f"{depth}, as L is")
     if placement.on_host or validate:
-        host = _host_inputs(views, default_budget)
-        _check_values(max_budget, *host)
+        host = _host_inputs(views, settings)
+        check_values(host, settings.draft_cost, max_budget)
         if runs_reference:
-            arrays = reference.build_tree(*host, max_budget)
-            tree = DraftTree(**arrays._asdict(), max_depth=host[0].shape[1])
+            tree = _reference_tree(host, settings)
             return tree if out is None else tree.copy_to(out)
-    return _launch(placement, views, default_budget, max_budget, out, stream)
+    return _launch(placement, views, settings, out, stream)
 
 
-def _checked(views: dict[str, Any]) -> dict[str, Any]:
+class Settings(NamedTuple):
+    """What is the same for all requests of a call.
+
+    Attributes
+    ----------
+    budget : int
+        Where there is no array of budgets.
+    least : float
+        The least score, where there is no array of them.
+    chain_seed : bool
+    draft_cost : float
+    max_budget : int
+    """
+
+    budget: int
+    least: float
+    chain_seed: bool
+    draft_cost: float
+    max_budget: int
+
+
+def _checked(views: dict[str, Any], max_budget: int) -> dict[str, Any]:
     """Check every view's shape and dtype."""
     log_probs = views["draft_log_probs"]
     check_array("draft_log_probs", log_probs, (np.float32,), B=None, L=None, K=None)
@@ -467,10 +466,17 @@ def _checked(views: dict[str, Any]) -> dict[str, Any]:
     if depth > MAX_DEPTH:
         raise ArgumentError("draft_log_probs", f"L = {depth}", f"a draft depth of at most {MAX_DEPTH}")
     check_array("draft_token_ids", views["draft_token_ids"], TOKEN_DTYPES, B=batch, L=depth, K=width)
-    return views | {
-        name: None if views[name] is None else check_indices(name, views[name], B=batch)
-        for name in ("budget", "root_tokens", "prefix_lengths")
-    }
+    if views["min_log_prob"] is not None:
+        check_array("min_log_prob", views["min_log_prob"], (np.float32, np.float64), B=batch)
+    cost = views["verify_cost"]
+    if cost is not None:
+        check_array("verify_cost", cost, (np.float64,), M=None)
+        if cost.shape[0] <= max_budget:
+            expected = f"the costs of 0 to {max_budget} nodes, {max_budget + 1} numbers or more"
+            raise ArgumentError("verify_cost", f"shape ({cost.shape[0]},)", expected)
+    names = ("budget", "root_tokens", "prefix_lengths", "max_depths", "max_candidates")
+    indices = {name: views[name] for name in names if views[name] is not None}
+    return views | {name: check_indices(name, view, B=batch) for name, view in indices.items()}
 
 
 def _checked_max_budget(budget: Any, budgets: Any, max_budget: int | None) -> int:
@@ -484,44 +490,97 @@ def _checked_max_budget(budget: Any, budgets: Any, max_budget: int | None) -> in
         return max_budget
     if not isinstance(budgets, np.ndarray):
         raise ArgumentError("max_budget", None, "a number, since budgets on the device cannot size the tree")
-    return min(int(budgets.max(initial=0)), MAX_BUDGET)
+    return min(max(int(budgets.max(initial=0)), 0), MAX_BUDGET)
 
 
-def _host_inputs(views: dict[str, Any], default_budget: int) -> tuple[NDArray[Any], ...]:
-    """Return the reference's arguments: host copies of the views, with defaults filled in."""
-    batch = views["draft_log_probs"].shape[0]
-    defaults = {"budget": default_budget, "root_tokens": 0, "prefix_lengths": 0}
-    return tuple(
-        np.full(batch, defaults[name], np.int32) if view is None else to_host(name, view)
+def _checked_least(value: Any) -> float:
+    if isinstance(value, bool | np.bool_) or np.isnan(value):
+        raise ArgumentError("min_log_prob", value, "a number, not NaN, or an array")
+    return float(value)
+
+
+def _checked_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(name, repr(value), "True or False")
+    return bool(value)
+
+
+def _checked_draft_cost(draft_cost: float, verify_cost: Any) -> float:
+    cost = check_scalar("draft_cost", draft_cost)
+    if verify_cost is None and cost != 0:
+        raise ArgumentError("draft_cost", cost, "0, since there is no verify_cost")
+    return cost
+
+
+def _host_inputs(views: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return host copies of the views, with defaults filled in; `verify_cost` may be None."""
+    batch, depth, width = views["draft_log_probs"].shape
+    defaults = {
+        "budget": np.int32(settings.budget),
+        "root_tokens": np.int32(0),
+        "prefix_lengths": np.int32(0),
+        "max_depths": np.int32(depth),
+        "max_candidates": np.int32(width),
+        "min_log_prob": np.float64(settings.least),
+    }
+    return {
+        name: to_host(name, view)
+        if view is not None
+        else None
+        if name == "verify_cost"
+        else np.full(batch, defaults[name])
         for name, view in views.items()
+    }
+
+
+def _reference_tree(host: dict[str, Any], settings: Settings) -> DraftTree:
+    arrays = reference.build_tree(
+        host["draft_log_probs"],
+        host["draft_token_ids"],
+        host["budget"],
+        host["root_tokens"],
+        host["prefix_lengths"],
+        settings.max_budget,
+        max_depths=host["max_depths"],
+        max_candidates=host["max_candidates"],
+        min_log_probs=host["min_log_prob"],
+        chain_seed=settings.chain_seed,
+        verify_cost=host["verify_cost"],
+        draft_cost=settings.draft_cost,
     )
+    return DraftTree(**arrays._asdict(), max_depth=host["draft_log_probs"].shape[1])
 
 
-def _check_values(
-    max_budget: int,
-    log_probs: NDArray[np.float32],
-    candidate_ids: NDArray[Any],
-    budgets: NDArray[np.int32],
-    root_tokens: NDArray[np.int32],
-    prefix_lengths: NDArray[np.int32],
-) -> None:
+def check_values(host: dict[str, Any], draft_cost: float, max_budget: int) -> None:
     """Raise for the first value that would end in a bad status."""
-    is_token = (candidate_ids >= 0) & (candidate_ids <= MAX_TOKEN)
-    longest = MAX_TOKEN - MAX_DEPTH
+    log_probs, tokens = host["draft_log_probs"], host["draft_token_ids"]
+    _, depth, width = log_probs.shape
     rules = (
-        ("draft_log_probs", log_probs, np.isnan(log_probs), "a number, not NaN"),
-        ("draft_log_probs", log_probs, log_probs == np.inf, "a log-probability, not infinity"),
-        ("draft_log_probs", log_probs, _rises(log_probs), "at most the value before it: best first"),
-        ("draft_log_probs", log_probs, _is_first_empty(log_probs), "a candidate of probability above 0"),
-        ("draft_token_ids", candidate_ids, ~is_token, f"a token id from 0 to {MAX_TOKEN}"),
-        ("budget", budgets, (budgets < 0) | (budgets > max_budget), f"a number from 0 to {max_budget}"),
-        ("root_tokens", root_tokens, root_tokens < 0, "a token id, not negative"),
-        ("prefix_lengths", prefix_lengths, prefix_lengths < 0, "a length, not negative"),
-        ("prefix_lengths", prefix_lengths, prefix_lengths > longest, f"a length of at most {longest}"),
+        ("draft_log_probs", np.isnan(log_probs), "a number, not NaN"),
+        ("draft_log_probs", log_probs == np.inf, "a log-probability, not infinity"),
+        ("draft_log_probs", _rises(log_probs), "at most the value before it: best first"),
+        ("draft_log_probs", _is_first_empty(log_probs), "a candidate of probability above 0"),
+        ("draft_token_ids", (tokens < 0) | (tokens > MAX_TOKEN), f"a token id from 0 to {MAX_TOKEN}"),
+        ("budget", _is_outside(host["budget"], 0, max_budget), f"a number from 0 to {max_budget}"),
+        ("root_tokens", host["root_tokens"] < 0, "a token id, not negative"),
+        ("prefix_lengths", host["prefix_lengths"] < 0, "a length, not negative"),
+        ("prefix_lengths", host["prefix_lengths"] > MAX_PREFIX, f"a length of at most {MAX_PREFIX}"),
+        ("max_depths", _is_outside(host["max_depths"], 1, depth), f"a depth from 1 to L = {depth}"),
+        ("max_candidates", _is_outside(host["max_candidates"], 1, width), f"a number from 1 to K = {width}"),
+        ("min_log_prob", np.isnan(host["min_log_prob"]), "a number, not NaN"),
     )
-    for name, array, is_bad, expected in rules:
+    for name, is_bad, expected in rules:
         for index in first_where(is_bad):
-            raise ArgumentError(at(name, index), array[index], expected)
+            raise ArgumentError(at(name, index), host[name][index], expected)
+    if host["verify_cost"] is not None:
+        costs = draft_cost + host["verify_cost"][: max_budget + 1]
+        for index in first_where(~((costs > 0) & (costs < np.inf))):
+            expected = f"a cost that is above 0 and finite with draft_cost = {draft_cost}"
+            raise ArgumentError(at("verify_cost", index), host["verify_cost"][index], expected)
+
+
+def _is_outside(array: NDArray[np.int32], low: int, high: int) -> NDArray[np.bool_]:
+    return (array < low) | (array > high)
 
 
 def _rises(log_probs: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -539,27 +598,34 @@ def _is_first_empty(log_probs: NDArray[np.float32]) -> NDArray[np.bool_]:
 def _launch(
     placement: Placement,
     views: dict[str, Any],
-    default_budget: int,
-    max_budget: int,
+    settings: Settings,
     out: DraftTree | None,
     stream: StreamLike,
 ) -> DraftTree:
     batch, depth, width = views["draft_log_probs"].shape
-    table_bytes = 4 * (SLOT_WORDS * _padded(max_budget + 1) + FLAG_WORDS)
-    staged = min(width, max(max_budget, 1), (SHARED_BYTES - table_bytes) // (4 * depth))
+    slots = settings.max_budget + 1
+    stride = -(-slots // LANES) * LANES
+    capacity = capacity_for(settings.max_budget)
+    search_words = max(
+        OFFER_WORDS * stride,
+        PATH_WORDS_A_PLACE * capacity + BINS + order_size(settings.max_budget) // 2,
+    )
+    table_words = SLOT_WORDS * stride + FLAG_WORDS + CHAIN_WORDS + search_words
+    staged = min(width, max(settings.max_budget, 1), (SHARED_WORDS - table_words) // depth)
     with Transfer(placement, stream) as transfer:
-        outputs = transfer.outputs(tree_shapes(batch, max_budget + 1), TREE_DTYPES, out)
+        outputs = transfer.outputs(tree_shapes(batch, slots), TREE_DTYPES, out)
         transfer.launch(
             BUILD_TREE,
             batch,
             *(transfer.input(view) for view in views.values()),
-            np.int32(default_budget),
+            np.int32(settings.budget),
+            np.float64(settings.least),
+            np.int32(settings.chain_seed),
+            np.float64(settings.draft_cost),
             np.int32(staged),
+            np.int32(capacity),
+            np.int32(search_words),
             *outputs,
-            shared_bytes=table_bytes + 4 * depth * staged,
+            shared_bytes=4 * (table_words + depth * staged),
         )
         return DraftTree(**transfer.results(), max_depth=depth)
-
-
-def _padded(slots: int) -> int:
-    return -(-slots // LANES) * LANES

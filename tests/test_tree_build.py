@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
+from build_checks import (
+    EDGE_KINDS,
+    SEARCHES,
+    bad_options,
+    build_reference,
+    check_options,
+    continuations,
+    make_options,
+    make_rows,
+    use_search,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import Library, assert_same_tree, bad_draft, check_build, numba_library
@@ -17,7 +29,8 @@ import numba_ddtree
 from golden import GoldenTree, load_golden_trees
 from inputs import LOG_PROB_KINDS, build, make_log_probs, make_token_ids
 from numba_ddtree import ArgumentError, DraftTree, TreeStatus
-from numba_ddtree.refs.tree_build import best_first
+from numba_ddtree.refs.exact_exp import exact_exp
+from numba_ddtree.refs.tree_build import best_first, nodes_worth
 
 GOLDEN = load_golden_trees()
 
@@ -206,6 +219,119 @@ def test_results_go_into_the_arrays_given(rng: np.random.Generator) -> None:
     assert_same_tree(out, want)
 
 
+# Options.
+
+
+@settings(max_examples=60)
+@given(log_prob_rows(), st.integers(0, 30), st.booleans(), st.sampled_from([-np.inf, -3.0, -1.0, 0.0, 1.0]))
+def test_options_choose_among_all_continuations(
+    log_probs: NDArray[np.float32], budget: int, chain_seed: bool, least: float
+) -> None:
+    want = continuations(log_probs, chain_seed=chain_seed, min_log_prob=least)[:budget]
+    nodes = best_first(log_probs, budget, chain_seed=chain_seed, min_log_prob=least)
+    assert rank_tuples(nodes) == want
+
+
+def test_limits_are_those_of_a_smaller_draft(rng: np.random.Generator) -> None:
+    log_probs, ids = make_log_probs(rng, "realistic", 3, 5, 6), make_token_ids(rng, 3, 5, 6)
+    depths, widths = np.array([5, 1, 3], np.int32), np.array([2, 6, 1], np.int32)
+    budgets = np.full(3, 12, np.int32)
+    got = build_reference(log_probs, ids, budgets, 12, max_depths=depths, max_candidates=widths)
+    for request, (depth, width) in enumerate(zip(depths, widths, strict=True)):
+        cut = np.s_[request : request + 1, :depth, :width]
+        want = build_reference(log_probs[cut], ids[cut], budgets[:1], 12)
+        for name, array in want.arrays().items():
+            np.testing.assert_array_equal(got.arrays()[name][request], array[0], err_msg=name)
+
+
+@pytest.mark.parametrize("budget", [0, 2, 4, 20])
+def test_a_seeded_tree_holds_the_chain(rng: np.random.Generator, budget: int) -> None:
+    log_probs, ids = make_log_probs(rng, "flat", 1, 4, 5), make_token_ids(rng, 1, 4, 5)
+    tree = numba_ddtree.build_tree(log_probs, ids, budget, chain_seed=True, backend="numpy")
+    length = min(budget, 4)
+    assert tree.parents[0, : length + 1].tolist() == list(range(-1, length))
+    assert tree.token_ids[0, 1 : length + 1].tolist() == ids[0, :length, 0].tolist()
+
+
+def test_the_cost_ends_a_tree_before_the_first_node_that_is_not_worth_it() -> None:
+    log_probs = np.log(np.array([[[0.5, 0.25, 0.125]]], np.float32))
+    ids = np.arange(3)[None, None]
+    # 1 / 2, 1.5 / 2.5, 1.75 / 3 and 1.875 / 3: the second node does not raise 0.6, the third would.
+    cost = np.array([1.0, 1.5, 2.0, 2.0])
+    tree = numba_ddtree.build_tree(log_probs, ids, 3, verify_cost=cost, draft_cost=1.0, backend="numpy")
+    assert tree.num_nodes[0] == 2
+    assert tree.status[0] == TreeStatus.OK
+    free = numba_ddtree.build_tree(log_probs, ids, 3, verify_cost=np.ones(9), backend="numpy")
+    assert free.num_nodes[0] == 4
+    # An equal ratio is no raise: 1 / 1 and 1.5 / 1.5.
+    level = numba_ddtree.build_tree(log_probs, ids, 3, verify_cost=[1.0, 1.5, 1.0, 1.0], backend="numpy")
+    assert level.num_nodes[0] == 1
+
+
+def test_nodes_worth_is_the_first_maximum_of_ratios_that_rise_and_fall(rng: np.random.Generator) -> None:
+    scores = [0.0, *np.sort(-3 * rng.exponential(size=40))[::-1].tolist()]
+    costs = np.linspace(1, 20, 41) ** 2
+    ratios = np.cumsum(np.exp(scores)) / costs
+    rises = np.append(np.diff(ratios) > 0, False)
+    assert nodes_worth(scores, costs) == int(np.argmin(rises))
+
+
+def test_a_tree_that_limits_leave_small_is_exhausted(rng: np.random.Generator) -> None:
+    log_probs, ids = make_log_probs(rng, "realistic", 1, 3, 4), make_token_ids(rng, 1, 3, 4)
+    for options in ({"min_log_prob": 1.0}, {"max_depths": [1]}, {"min_log_prob": float(log_probs[0, 0, 0])}):
+        tree = numba_ddtree.build_tree(log_probs, ids, 9, backend="numpy", **options)
+        assert tree.status[0] == TreeStatus.EXHAUSTED
+    assert tree.num_nodes[0] == 2  # a score equal to the least is taken
+
+
+@given(st.floats(-700, 700))
+def test_exp_is_right_to_an_ulp_and_a_half(x: float) -> None:
+    assert abs(exact_exp(x) / math.exp(x) - 1) < 1.5 * np.finfo(np.float64).eps
+
+
+def test_exp_at_its_ends() -> None:
+    assert exact_exp(0.0) == 1.0
+    assert exact_exp(-1e300) == exact_exp(np.nextafter(-700, -701)) == 0.0
+    assert exact_exp(1e300) == exact_exp(700.0)
+
+
+GOOD = np.log(np.array([[[0.5, 0.25]]], np.float32)), np.array([[[1, 2]]])
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"max_depths": [0]}, "max_depths[0]"),
+        ({"max_depths": [1, 1]}, "max_depths"),
+        ({"max_depths": [1.0]}, "max_depths"),
+        ({"max_candidates": [3]}, "max_candidates[0]"),
+        ({"min_log_prob": float("nan")}, "min_log_prob"),
+        ({"min_log_prob": True}, "min_log_prob"),
+        ({"min_log_prob": "low"}, "min_log_prob"),
+        ({"min_log_prob": [-1, -2]}, "min_log_prob"),
+        ({"min_log_prob": [np.nan]}, "min_log_prob[0]"),
+        ({"chain_seed": 1}, "chain_seed"),
+        ({"verify_cost": [1.0, 2.0]}, "verify_cost"),
+        ({"verify_cost": [[1.0, 2.0, 3.0]]}, "verify_cost"),
+        ({"verify_cost": [1.0, 2.0, np.nan]}, "verify_cost[2]"),
+        ({"verify_cost": [0.0, 2.0, 3.0]}, "verify_cost[0]"),
+        ({"draft_cost": 1.0}, "draft_cost"),
+        ({"verify_cost": [1.0, 2.0, 3.0], "draft_cost": np.inf}, "draft_cost"),
+        ({"root_tokens": [-1]}, "root_tokens[0]"),
+        ({"prefix_lengths": [2**31 - 64]}, "prefix_lengths[0]"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        numba_ddtree.build_tree(*GOOD, 2, backend="numpy", **options)
+    assert str(error.value).startswith(fault + ":")
+
+
+def test_costs_beyond_the_largest_tree_do_not_matter() -> None:
+    costs = [1.0, 1.1, 1.2, np.nan]
+    assert numba_ddtree.build_tree(*GOOD, 2, verify_cost=costs, backend="numpy").num_nodes[0] == 3
+
+
 # On a device.
 
 SHAPES = list(itertools.product((1, 2, 15, 64), (1, 2, 7, 64, 1024)))
@@ -332,3 +458,61 @@ def test_kernel_runs_on_the_callers_stream(rng: np.random.Generator, form: str) 
     torch.cuda.synchronize()
     got = {name: array.cpu().numpy() for name, array in tree.arrays().items()}
     assert_same_tree(DraftTree(**got, max_depth=15), build(log_probs, ids, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("K", [1, 3, 64, 1024])
+@pytest.mark.parametrize("L", [1, 15, 64])
+def test_kernel_with_every_option_however_it_searches(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, search: str, L: int, K: int
+) -> None:
+    use_search(monkeypatch, search)
+    kinds = LOG_PROB_KINDS + EDGE_KINDS
+    B = len(kinds)
+    for limit in (40, 300, 1024):
+        log_probs = np.concatenate([make_rows(rng, kind, L, K) for kind in kinds])
+        budgets = rng.integers(limit // 2, limit + 1, B).astype(np.int32)
+        for options in ({}, make_options(rng, B, L, K, limit)):
+            check_options(numba_library(), log_probs, make_token_ids(rng, B, L, K), budgets, limit, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("search", SEARCHES)
+def test_kernel_decides_ties_past_the_first_word_of_the_path(
+    monkeypatch: pytest.MonkeyPatch, search: str
+) -> None:
+    use_search(monkeypatch, search)
+    log_probs = np.zeros((1, 40, 2), np.float32)
+    log_probs[:, :34, 1] = -5
+    for budget in (64, 110, 1024):
+        check_build(numba_library(), log_probs, np.arange(80, dtype=np.int32).reshape(1, 40, 2), budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", bad_options(2, 3, 5))
+def test_kernel_gives_bad_options_a_status(rng: np.random.Generator, case: str) -> None:
+    options, _ = bad_options(2, 3, 5)[case]
+    log_probs = np.concatenate([make_rows(rng, "realistic", 2, 3) for _ in range(4)])
+    budgets = np.array([1, 5, 1, 5], np.int32)
+    tree = check_options(numba_library(), log_probs, make_token_ids(rng, 4, 2, 3), budgets, 5, **options)
+    assert (tree.status[1::2] == TreeStatus.INVALID).all()
+    assert (tree.status[::2] == TreeStatus.OK).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make_library", LIBRARIES)
+def test_kernel_takes_options_of_every_library(rng: np.random.Generator, make_library: Any) -> None:
+    library: Library = make_library()
+    B, L, K = 4, 15, 64
+    options = {
+        "max_depths": np.array([15, 1, 7, 3], np.int32),
+        "max_candidates": np.array([64, 2, 1, 9], np.int32),
+        "min_log_prob": -6 * rng.exponential(size=B).astype(np.float32),
+        "chain_seed": True,
+    }
+    if library.name != "jax":  # which has no float64 unless told
+        options["verify_cost"] = np.linspace(1, 5, 65)
+    log_probs = make_log_probs(rng, "realistic", B, L, K)
+    budgets = np.array([64, 5, 33, 64], np.int32)
+    check_options(library, log_probs, make_token_ids(rng, B, L, K), budgets, 64, **options)

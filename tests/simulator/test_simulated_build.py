@@ -1,0 +1,98 @@
+"""Tree building in Numba's simulator: every way to find nodes, every option, ties."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from build_checks import (
+    EDGE_KINDS,
+    SEARCHES,
+    bad_options,
+    check_options,
+    make_options,
+    make_rows,
+    use_search,
+)
+from kernel_checks import check_build, numba_library
+
+import numba_ddtree
+from inputs import LOG_PROB_KINDS, make_token_ids
+from numba_ddtree import ArgumentError, TreeStatus
+from numba_ddtree.cuda_target import SIMULATED
+
+pytestmark = [
+    pytest.mark.skipif(not SIMULATED, reason="the simulator is off"),
+    pytest.mark.usefixtures("poisoned_allocations"),
+]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_every_kind_and_option(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, search: str
+) -> None:
+    use_search(monkeypatch, search)
+    kinds = rng.permutation(LOG_PROB_KINDS + EDGE_KINDS)
+    for chosen in np.array_split(kinds, 4):
+        L, K, B = int(rng.integers(1, 6)), int(rng.integers(1, 7)), len(chosen)
+        log_probs = np.concatenate([make_rows(rng, kind, L, K) for kind in chosen])
+        budgets = rng.integers(0, 25, B).astype(np.int32)
+        options = make_options(rng, B, L, K, 25)
+        check_options(
+            numba_library(), log_probs, make_token_ids(rng, B, L, K, np.int64), budgets, 25, **options
+        )
+
+
+@pytest.mark.parametrize("search", ["tight", "popping"])
+def test_many_levels_that_do_not_fit(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, search: str
+) -> None:
+    use_search(monkeypatch, search)
+    log_probs = np.concatenate([make_rows(rng, kind, 6, 8) for kind in ("realistic", "plateau")])
+    check_build(numba_library(), log_probs, make_token_ids(rng, 2, 6, 8), 40)
+
+
+def test_spurs_are_extended_for_large_budgets(rng: np.random.Generator) -> None:
+    log_probs = np.concatenate([make_rows(rng, kind, 5, 9) for kind in ("realistic", "inf_tails")])
+    check_options(
+        numba_library(),
+        log_probs,
+        make_token_ids(rng, 2, 5, 9),
+        np.array([140, 150], np.int32),
+        150,
+        chain_seed=True,
+    )
+
+
+def test_equal_offers_in_two_groups_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One after the other: all scores are 0, paths have their first 34 places in common, and offers
+    # stand in slots of several groups.
+    use_search(monkeypatch, "popping")
+    log_probs = np.zeros((1, 40, 2), np.float32)
+    log_probs[:, :34, 1] = -5
+    check_build(numba_library(), log_probs, np.arange(80, dtype=np.int32).reshape(1, 40, 2), 110)
+
+
+def test_log_probs_above_0_end_the_search(rng: np.random.Generator) -> None:
+    # A child that is better than its parent's siblings, which the order of scores would put first.
+    log_probs = np.array([[[-1.0, -1.5], [2.0, -4.0]]], np.float32)
+    tree = check_build(numba_library(), log_probs, make_token_ids(rng, 1, 2, 2), 6)
+    assert tree.depths[0].tolist() == [0, 1, 2, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("case", bad_options(2, 3, 5))
+def test_bad_options(rng: np.random.Generator, case: str) -> None:
+    options, fault = bad_options(2, 3, 5)[case]
+    log_probs = np.concatenate([make_rows(rng, "realistic", 2, 3) for _ in range(4)])
+    given = log_probs, make_token_ids(rng, 4, 2, 3), np.array([1, 5, 1, 5], np.int32)
+    device = numba_library()
+    tree = check_options(device, *given, 5, **options)
+    assert (tree.status[1::2] == TreeStatus.INVALID).all()
+    assert (tree.num_nodes[1::2] == 1).all()
+    assert (tree.status[::2] == TreeStatus.OK).all()
+    assert (tree.positions >= 0).all()
+    assert (tree.token_ids >= 0).all()
+    for put, extra in ((np.array, {}), (device.put, {"validate": True})):
+        placed = {k: put(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+        with pytest.raises(ArgumentError) as error:
+            numba_ddtree.build_tree(*map(put, given), max_budget=5, **placed, **extra)
+        assert str(error.value).startswith(fault + ":")
