@@ -11,18 +11,19 @@ class TreeStatus(IntEnum):
     Attributes
     ----------
     OK
-        The tree has as many nodes as the budget asks for.
+        The tree has as many nodes as the budget asks for, or as its cost is worth.
     NAN
         A draft log-prob is NaN; the tree is its root.
     NO_CANDIDATE
         No candidate of the first position has a probability above zero; the tree is its root.
     EXHAUSTED
-        There are fewer continuations of non-zero probability than the budget; the tree holds them all.
+        There are fewer continuations of non-zero probability, within the request's limits, than the
+        budget; the tree holds them all.
     FINISHED
         The request takes no part: it has no nodes, and nothing of it is read.
     INVALID
-        The request's input contradicts its description (unsorted log-probs, a budget or a prefix
-        length out of range, a negative token id, parents that are no tree); the tree is its root.
+        The request's input contradicts its description (unsorted log-probs, a budget, a prefix length
+        or a limit out of range, a negative token id, parents that are no tree); the tree is its root.
     """
 
     OK = 0
