@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,7 @@ SM_SCALE = (128 + 64) ** -0.5
 """The scale of scores in DeepSeek V3 and Kimi K2, whose heads are 128 + 64 wide before absorption."""
 
 _UNUSED_ROWS = 16
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +97,15 @@ class RoundInputs:
         The target's token after each node.
     attention : AttentionInputs or None
         None for a round that only builds and accepts.
+    endings : mapping of str to int32 array
+        What may end a request, as `numba_ddtree.accept_tree` takes it: ``stop_token_ids`` [S] and
+        ``remaining`` [B], each if there is one.
     """
 
     draft: DraftInputs
     target_tokens: NDArray[np.int32] | NDArray[np.int64]
     attention: AttentionInputs | None
+    endings: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
 
     @property
     def simulator_seconds(self) -> float:
@@ -314,11 +320,18 @@ class AttentionCase:
 
 
 def _tree_size(batch: int, depth: int, width: int, budgets: tuple[int, ...]) -> str:
-    return f"B={batch} L={depth} K={width} budget={','.join(map(str, budgets))}"
+    return f"B={batch} L={depth} K={width} budget={_listed(budgets)}"
 
 
 def _attention_size(heads: int, prefixes: tuple[int, ...], latent: int, rope: int) -> str:
-    return f"H={heads} prefix={','.join(map(str, prefixes))} D={latent}+{rope}"
+    return f"H={heads} prefix={_listed(prefixes)} D={latent}+{rope}"
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    """Write a few values out, and many as a range."""
+    if len(values) > _MOST_LISTED:
+        return f"{min(values)}..{max(values)}"
+    return ",".join(map(str, values))
 
 
 def _shrunk_size(size: int) -> int:

@@ -14,6 +14,8 @@ tensor                   dtype, shape                meaning
 ``ckv_cache``            float32 [B, S, D_CKV]
 ``kpe_cache``            float32 [B, S, D_KPE]
 ``sm_scale``             float64 []
+``stop_token_ids``       int32 [S]                   as for `numba_ddtree.accept_tree`; may be missing
+``remaining``            int32 [B]                   likewise
 ``expected/<array>``                                 what the round should give: the arrays of
                                                      `DraftTree`, then ``out`` and ``lse`` (float32 or
                                                      float64), then the arrays of `AcceptResult`
@@ -73,6 +75,7 @@ _ATTENTION_LAYOUT: Layout = {
     "kpe_cache": (("float32",), "B S D_KPE"),
     "sm_scale": (("float64",), ""),
 }
+_ENDINGS_LAYOUT: Layout = {"stop_token_ids": (("int32",), "S"), "remaining": (("int32",), "B")}
 _TREE_LAYOUT: Layout = dict.fromkeys(TreeArrays._fields, (("int32",), "B N")) | {
     "ancestor_bits": (("uint32",), "B N words"),
     "num_nodes": (("int32",), "B"),
@@ -154,6 +157,7 @@ def round_tensors(inputs: RoundInputs, expected: Mapping[str, Mapping[str, Any]]
     tensors["target_tokens"] = inputs.target_tokens
     if inputs.attention is not None:
         tensors |= {field.name: getattr(inputs.attention, field.name) for field in fields(AttentionInputs)}
+    tensors |= inputs.endings
     for arrays in expected.values():
         tensors |= {f"{_EXPECTED}{name}": array for name, array in arrays.items()}
     return tensors
@@ -207,8 +211,9 @@ def reference_attention(
 
 def reference_walk(inputs: RoundInputs, tree: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Return the arrays of `AcceptResult` by the numpy reference, for the arrays of a tree."""
+    arrays = (tree[name] for name in ("token_ids", "parents", "num_nodes"))
     walk: dict[str, NDArray[Any]] = accept_tree(
-        tree["token_ids"], tree["parents"], tree["num_nodes"], inputs.target_tokens, inputs.draft.max_depth
+        *arrays, inputs.target_tokens, inputs.draft.max_depth, **inputs.endings
     )._asdict()
     return walk
 
@@ -221,6 +226,8 @@ def _checked_round(tensors: Mapping[str, NDArray[Any]]) -> RoundBundle:
         _check_layout(tensors, _ATTENTION_LAYOUT, sizes)
         arrays: dict[str, Any] = {name: tensors[name] for name in _ATTENTION_LAYOUT}
         attention = AttentionInputs(**{**arrays, "sm_scale": float(arrays["sm_scale"])})
+    endings = {name: layout for name, layout in _ENDINGS_LAYOUT.items() if name in tensors}
+    _check_layout(tensors, endings, sizes)
     sizes["words"] = -(-sizes["N"] // 32)
     sizes["L+1"] = sizes["L"] + 1
     draft = {name: tensors[name] for name in _DRAFT_LAYOUT if name != "target_tokens"}
@@ -228,6 +235,7 @@ def _checked_round(tensors: Mapping[str, NDArray[Any]]) -> RoundBundle:
         DraftInputs(**draft, max_budget=sizes["N"] - 1),
         tensors["target_tokens"],
         attention,
+        {name: tensors[name] for name in endings},
     )
     return RoundBundle(inputs, _checked_expected(tensors, sizes, attention is not None))
 

@@ -87,8 +87,9 @@ class _Round:
 
     @cached_property
     def accept_tree(self) -> Timed:
+        inputs = self.inputs
         return self.stages.accept_tree(
-            self.build_tree.arrays, self.inputs.target_tokens, self.inputs.draft.max_depth
+            self.build_tree.arrays, inputs.target_tokens, inputs.draft.max_depth, inputs.endings
         )
 
     def reference(self, stage: str) -> Mapping[str, NDArray[Any]]:

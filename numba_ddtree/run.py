@@ -1,4 +1,4 @@
-"""The command line: check the kernels, run a round from a file, describe the environment.
+"""The command line: decode text, check the kernels, run a round from a file, describe the environment.
 
 Nothing is imported up here that imports Numba, since the simulator has to be chosen before that, or that
 takes long, since ``--help`` should not.
@@ -11,13 +11,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
 from numba_ddtree.errors import BackendError, DDTreeError
 
 if TYPE_CHECKING:
+    from typing import Literal
+
     from numba_ddtree.check_results import CheckResult, OnResult, OnStart
     from numba_ddtree.round_bundle import RoundBundle
     from numba_ddtree.stages import Backend
@@ -27,6 +30,7 @@ __all__ = ["main"]
 PROGRAM = "numba-ddtree"
 BACKENDS = ("auto", "cuda", "simulator", "numpy")
 SIMULATED_ROUND_SECONDS = 60
+MAX_BUDGET = 1024
 
 EXIT_FAILED, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 130, 141
 
@@ -35,18 +39,23 @@ Runner: TypeAlias = "Callable[[OnResult, OnStart], list[CheckResult]]"
 _DESCRIPTION = """\
 Draft trees for speculative decoding with MLA models, as Numba CUDA kernels.
 
-Without a command, `check` runs: every kernel on named inputs against its numpy reference. Without a CUDA
-device the kernels run in Numba's CUDA simulator, on small inputs, in less than a minute.
+Without a command, `decode` runs: a small language model with MLA continues Python source three ways, token
+by token, with a drafted chain and with draft trees, and the outputs are compared. Without a CUDA device it
+runs on numpy, in less than a minute.
 """
 
 _EPILOG = """\
 examples:
   numba-ddtree
+  numba-ddtree --prompt 'def main():' --budget 4,16,64 --max-new-tokens 256
+  numba-ddtree decode --prompt-file - --temperature 0.8 --seed 3 --json < prompt.py
+  numba-ddtree decode --trace rounds.kdtr --plot acceptance.svg && numba-ddtree round rounds.kdtr
   numba-ddtree check --backend numpy --json | jq '.[] | select(.passed | not)'
   numba-ddtree round bundles/h64_p512_b8.kdtr --backend cuda --device 1
   numba-ddtree env
 
-exit codes: 0 all passed; 1 a check failed; 2 wrong usage, a bad file, or no such device; 130 interrupted
+exit codes: 0 all passed; 1 a check failed, or a decoder's text differs; 2 wrong usage, a bad file, or no such
+device; 130 interrupted
 """
 
 
@@ -65,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            return _run(_parser().parse_args(arguments))
+            return _run(_parse(arguments))
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, where a closed pipe can be handled
@@ -83,7 +92,37 @@ def _run(options: argparse.Namespace) -> int:
         return _run_env(options)
     if options.command == "round":
         return _run_round(options)
-    return _run_check(options)
+    if options.command == "check":
+        return _run_check(options)
+    return _run_decode(options)
+
+
+def _run_decode(options: argparse.Namespace) -> int:
+    backend = _decode_backend(options)
+    _check_device(backend, options.device)
+    from numba_ddtree.demo.command import run_decode
+
+    outcome = run_decode(options, backend)
+    if outcome.interrupted:
+        return EXIT_INTERRUPTED
+    return 0 if outcome.is_lossless else EXIT_FAILED
+
+
+def _decode_backend(options: argparse.Namespace) -> Literal["cuda", "numpy"]:
+    """Settle where the demo model runs; the simulator would take hours."""
+    if options.backend == "simulator":
+        raise BackendError("decoding in Numba's simulator would take hours; use --backend numpy")
+    if options.backend != "auto":
+        return "cuda" if options.backend == "cuda" else "numpy"
+    from numba_ddtree.environment import choose_backend
+
+    backend, reason = choose_backend()
+    if backend == "cuda" and find_spec("cupy") is not None:
+        return "cuda"
+    if backend == "cuda":
+        reason = "a CUDA device was found, but not cupy, which the extra `cupy` installs"
+    print(f"{PROGRAM}: decoding on numpy ({reason})", file=sys.stderr)
+    return "numpy"
 
 
 def _run_check(options: argparse.Namespace) -> int:
@@ -208,12 +247,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_options(parser, ("json", "seed", "device", "backend"))
+    _add_options(parser, ("json", "seed", "device", "backend", *_DECODE_DEFAULTS))
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+
+    decode = commands.add_parser(
+        "decode",
+        help="continue text three ways with the demo model (the default)",
+        description="Continue prompts token by token, with a drafted chain and with draft trees; show the "
+        "text, the target's passes, acceptance and times, and whether the texts are the same. Without a "
+        "prompt, excerpts of modules that the model was not trained on are continued.",
+    )
+    _add_options(decode, ("json", "seed", "device", "backend", *_DECODE_DEFAULTS))
 
     check = commands.add_parser(
         "check",
-        help="compare every kernel with its reference (the default)",
+        help="compare every kernel with its reference",
         description="Compare every kernel with its numpy reference on named, seeded inputs; with --backend "
         "numpy, compare the references with trees that the original implementation gave.",
     )
@@ -235,8 +283,23 @@ def _parser() -> argparse.ArgumentParser:
         description="Print versions, driver, devices, toolkit libraries and the backend that auto chooses.",
     )
     _add_options(env, ("json",))
-    parser.set_defaults(command="check", json=False, seed=0, device=0, backend="auto")
+    parser.set_defaults(json=False, seed=0, device=0, backend="auto")
     return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse; `decode` is the command where none is named, and its options are no other's."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    options.command = options.command or "decode"
+    given = vars(options)
+    if options.command != "decode":
+        for name in _DECODE_DEFAULTS:
+            if name in given:
+                parser.error(f"--{name.replace('_', '-')} is an option of decode, not of {options.command}")
+    for name, default in _DECODE_DEFAULTS.items():
+        given.setdefault(name, default)
+    return options
 
 
 def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
@@ -246,16 +309,66 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
     """
     settings = {
         "json": {"action": "store_true", "help": "pure JSON on stdout, everything else on stderr"},
-        "seed": {"type": _count, "metavar": "N", "help": "seed of the inputs (default: 0)"},
+        "seed": {"type": _count, "metavar": "N", "help": "seed of inputs and draws (default: 0)"},
         "device": {"type": _count, "metavar": "N", "help": "the CUDA device (default: 0)"},
         "backend": {
             "choices": BACKENDS,
             "help": "what runs: the kernels on a device, the kernels in Numba's simulator, or the numpy "
-            "references; auto (the default) takes a device or else the simulator",
+            "references; auto (the default) takes a device, or else the simulator (decode: numpy)",
+        },
+        "prompt": {"action": "append", "metavar": "TEXT", "help": "a text to continue; may be repeated"},
+        "prompt_file": {
+            "action": "append",
+            "metavar": "FILE",
+            "help": "a file to continue, - for standard input; may be repeated",
+        },
+        "prompts": {
+            "type": _count,
+            "metavar": "N",
+            "help": "how many of the shipped prompts, if none is given (default: 4)",
+        },
+        "budget": {
+            "type": _budgets,
+            "metavar": "N,N,...",
+            "help": "nodes of the draft trees, each decoded (default: 16,64,256)",
+        },
+        "max_new_tokens": {"type": _count, "metavar": "N", "help": "bytes to write (default: 128)"},
+        "temperature": {
+            "type": float,
+            "metavar": "T",
+            "help": "0 (the default): the best token; above: a draw, the same by every decoder of one seed",
+        },
+        "trace": {
+            "metavar": "FILE.kdtr",
+            "help": "write each round's drafts, tree, target tokens and accepted path, which `round` replays",
+        },
+        "plot": {
+            "metavar": "FILE.svg|png",
+            "help": "draw acceptance against budget, and one round's tree (needs the extra `plot`)",
         },
     }
     for name in names:
-        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **settings[name])  # type: ignore[arg-type]
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, default=argparse.SUPPRESS, **settings[name])  # type: ignore[arg-type]
+
+
+_DECODE_DEFAULTS: dict[str, Any] = {
+    "prompt": [],
+    "prompt_file": [],
+    "prompts": 4,
+    "budget": (16, 64, 256),
+    "max_new_tokens": 128,
+    "temperature": 0.0,
+    "trace": None,
+    "plot": None,
+}
+
+
+def _budgets(text: str) -> tuple[int, ...]:
+    budgets = tuple(map(_count, text.split(",")))
+    if len(set(budgets)) < len(budgets) or not all(1 <= budget <= MAX_BUDGET for budget in budgets):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of different numbers from 1 to {MAX_BUDGET}")
+    return budgets
 
 
 def _count(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -110,13 +110,18 @@ class Stages:
         return Timed({"visibility": mask}, _elapsed_us(started))
 
     def accept_tree(
-        self, tree: dict[str, NDArray[Any]], target_tokens: NDArray[Any], max_depth: int
+        self,
+        tree: dict[str, NDArray[Any]],
+        target_tokens: NDArray[Any],
+        max_depth: int,
+        endings: Mapping[str, NDArray[np.int32]] | None = None,
     ) -> Timed:
         """Walk down a tree: the arrays of `AcceptResult`."""
         placed, target = self._placed_tree(tree, max_depth), self._placed(target_tokens)
+        limits = {name: self._placed(array) for name, array in (endings or {}).items()}
 
         def call(**options: Any) -> AcceptResult:
-            return accept_tree(placed, target, **options)
+            return accept_tree(placed, target, **limits, **options)
 
         result, us = self._timed(call, lambda result: {"out": result})
         return Timed(result.to_host().arrays(), us)

@@ -7,6 +7,7 @@ that is key only.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -64,19 +65,38 @@ def tree_attention(
     lse : dtype [B, N, H]
         Natural log; -inf for slots past `num_nodes`.
     """
-    batch, slots, heads, _ = q_nope.shape
     out: NDArray[Any] = np.zeros(q_nope.shape, dtype)
-    lse: NDArray[Any] = np.full((batch, slots, heads), -np.inf, dtype)
+    lse: NDArray[Any] = np.full(q_nope.shape[:3], -np.inf, dtype)
     visibility = visibility_from_bits(ancestor_bits)  # [B, N, N]
-    for request in range(batch):
-        prefix = np.arange(prefix_lengths[request])
-        for node in range(num_nodes[request]):
+    for request, (used, prefix) in enumerate(zip(num_nodes.tolist(), prefix_lengths.tolist(), strict=True)):
+        queries = q_nope[request, :used].astype(dtype), q_pe[request, :used].astype(dtype)
+        shared = ckv_cache[request, :prefix].astype(dtype), kpe_cache[request, :prefix].astype(dtype)
+        prefix_scores = scores_of(queries, shared, sm_scale)  # [n, H, P]
+        prefix_probs = np.zeros_like(prefix_scores)
+        for node in range(used):
             # Only these rows are read: a row that the node does not see may hold anything.
-            rows = np.append(prefix, len(prefix) + np.flatnonzero(visibility[request, node]))
-            latent: NDArray[Any] = ckv_cache[request, rows].astype(dtype)  # [keys, D_CKV]
-            rotary: NDArray[Any] = kpe_cache[request, rows].astype(dtype)  # [keys, D_KPE]
-            scores: NDArray[Any] = q_nope[request, node].astype(dtype) @ latent.T  # [H, keys]
-            scores += q_pe[request, node].astype(dtype) @ rotary.T
-            probs, lse[request, node] = softmax_with_lse(scores * dtype(sm_scale))
-            out[request, node] = probs @ latent
+            rows = prefix + np.flatnonzero(visibility[request, node])
+            own = ckv_cache[request, rows].astype(dtype), kpe_cache[request, rows].astype(dtype)
+            own_scores = scores_of((queries[0][node], queries[1][node]), own, sm_scale)  # [H, path]
+            scores = np.concatenate((prefix_scores[node], own_scores), axis=-1)
+            probs, lse[request, node] = softmax_with_lse(scores)
+            prefix_probs[node] = probs[:, :prefix]
+            out[request, node] = probs[:, prefix:] @ own[0]
+        out[request, :used] += by_rows(prefix_probs, shared[0])
     return out, lse
+
+
+def scores_of(
+    queries: tuple[NDArray[Any], NDArray[Any]], keys: tuple[NDArray[Any], NDArray[Any]], sm_scale: float
+) -> NDArray[Any]:
+    """Scores [..., keys] of queries [..., D] against keys [keys, D], each of two parts."""
+    scores = by_rows(queries[0], keys[0].T) + by_rows(queries[1], keys[1].T)
+    scaled: NDArray[Any] = scores * scores.dtype.type(sm_scale)
+    return scaled
+
+
+def by_rows(x: NDArray[Any], matrix: NDArray[Any]) -> NDArray[Any]:
+    """Return ``x @ matrix`` as one product of all rows of x, which BLAS is quicker at than at many."""
+    rows = math.prod(x.shape[:-1])
+    product: NDArray[Any] = x.reshape(rows, x.shape[-1]) @ matrix
+    return product.reshape(*x.shape[:-1], matrix.shape[1])

@@ -1,0 +1,312 @@
+"""The command `decode`: real text, decoded token by token, with a chain and with draft trees."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from numba_ddtree.demo.array_module import array_module
+from numba_ddtree.demo.comparison import Difference, first_difference
+from numba_ddtree.demo.decoders import (
+    PLAIN,
+    Decoded,
+    Decoder,
+    DecodeSettings,
+    Decoding,
+    Round,
+    chain_decoder,
+    check_prompts,
+    tree_decoder,
+)
+from numba_ddtree.demo.model import DemoModel, load_model
+from numba_ddtree.demo.repetition import repetition
+from numba_ddtree.demo.stage_times import STAGES
+from numba_ddtree.demo.text import Prompt, given_prompts, readable, shipped_prompts, token_bytes
+from numba_ddtree.demo.trace import Trace
+from numba_ddtree.errors import ArgumentError
+from numba_ddtree.tree import AcceptResult, DraftTree
+
+DRAWN_BUDGET = 64
+"""The largest tree that can be read in a figure."""
+
+
+@dataclass
+class Outcome:
+    """What was decoded, all of it or up to an interruption."""
+
+    prompts: list[Prompt]
+    settings: DecodeSettings
+    results: list[Decoded] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)
+    interrupted: bool = False
+
+    def differences(self, result: int) -> list[Difference | None]:
+        """Compare a finished result with the plain one, prompt by prompt."""
+        plain, other = self.results[0], self.results[result]
+        return [first_difference(plain, other, prompt) for prompt in range(len(self.prompts))]
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether all finished decoders wrote the same."""
+        return not any(
+            difference
+            for result, finished in enumerate(self.finished)
+            if finished
+            for difference in self.differences(result)
+        )
+
+
+def run_decode(options: argparse.Namespace, backend: Literal["numpy", "cuda"]) -> Outcome:
+    """Decode as the command line's options say, and show it.
+
+    Raises
+    ------
+    ArgumentError
+        An option out of range, or a prompt that is empty or too long.
+    BackendError
+        The GPU backend without cupy.
+    OSError
+        A file cannot be read or written.
+    """
+    is_plotted = options.plot is not None
+    if is_plotted:
+        from numba_ddtree.plot import check_plot_path
+
+        check_plot_path(options.plot)
+    prompts = given_prompts(options.prompt, options.prompt_file) or shipped_prompts(options.prompts)
+    model = load_model(array_module(backend, options.device))
+    settings = DecodeSettings(options.max_new_tokens, options.temperature, options.seed)
+    check_prompts(model, [prompt.tokens for prompt in prompts], settings, [prompt.name for prompt in prompts])
+    decoders = [PLAIN, chain_decoder(model.config.draft_length), *map(tree_decoder, options.budget)]
+    trace = Trace(model.module, settings.stop_tokens) if options.trace is not None else None
+    drawn = _DrawnRound(min(options.budget))
+    outcome = Outcome(prompts, settings)
+    with _Screen(to_stderr=options.json) as screen:
+        _decode_all(model, decoders, outcome, screen, trace, drawn)
+        screen.show(outcome)
+    if options.json:
+        print(json.dumps(as_json(outcome, backend), indent=2))
+    if trace is not None:
+        trace.write(options.trace)
+    if is_plotted and not outcome.interrupted:
+        _plot(outcome, drawn, options.plot)
+    return outcome
+
+
+def _decode_all(
+    model: DemoModel,
+    decoders: Sequence[Decoder],
+    outcome: Outcome,
+    screen: _Screen,
+    trace: Trace | None,
+    drawn: _DrawnRound,
+) -> None:
+    """Run the decoders one after the other; an interruption leaves what was reached."""
+    tokens = [prompt.tokens for prompt in outcome.prompts]
+    try:
+        for decoder in decoders:
+            screen.start(decoder, len(tokens) * outcome.settings.max_new_tokens)
+            decoding = Decoding.begin(model, decoder, tokens, outcome.settings)
+            outcome.results.append(decoding.decoded)
+            outcome.finished.append(False)
+            while not decoding.is_done:
+                this_round = decoding.run_round()
+                screen.advance(decoding.decoded.num_tokens)
+                drawn.offer(this_round)
+                if trace is not None:
+                    trace.add(this_round)
+            outcome.finished[-1] = True
+    except KeyboardInterrupt:
+        outcome.interrupted = True
+
+
+class _DrawnRound:
+    """The round to draw: of the trees of one budget, the first with the longest accepted path."""
+
+    def __init__(self, smallest_budget: int) -> None:
+        self._most_nodes = max(smallest_budget, DRAWN_BUDGET)
+        self._longest = 0
+        self.tree: DraftTree | None = None
+        self.accepted: AcceptResult | None = None
+
+    def offer(self, this_round: Round) -> None:
+        """Keep the round if it is better than what there is."""
+        budget = this_round.decoder.budget
+        longest = int(this_round.emitted.max())
+        is_tree = this_round.decoder.width > 1 or budget == 1
+        if not is_tree or budget > self._most_nodes or longest <= self._longest:
+            return
+        self._longest = longest
+        request = int(this_round.emitted.argmax())
+        tree, accepted = this_round.tree.to_host(), this_round.result.to_host()
+        rows = slice(request, request + 1)
+        self.tree = replace(tree, **{name: array[rows] for name, array in tree.arrays().items()})
+        self.accepted = replace(accepted, **{name: array[rows] for name, array in accepted.arrays().items()})
+
+
+def _plot(outcome: Outcome, drawn: _DrawnRound, path: str) -> None:
+    from numba_ddtree.plot import plot_decode
+
+    chain, *trees = outcome.results[1:]
+    acceptance = {result.decoder.budget: result.mean_accept_length for result in trees}
+    if drawn.tree is None or drawn.accepted is None:
+        raise ArgumentError("--plot", "no round of a tree decoder", "one to draw")
+    plot_decode(acceptance, chain.mean_accept_length, drawn.tree, drawn.accepted, token_bytes, path)
+
+
+class _Screen:
+    """Progress, texts and the table; with JSON on stdout, all of it on stderr."""
+
+    def __init__(self, to_stderr: bool) -> None:
+        self._console = Console(stderr=to_stderr, highlight=False)
+        bar = Console(stderr=True)
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=bar, transient=True, disable=not bar.is_terminal)
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> _Screen:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def start(self, decoder: Decoder, total: int) -> None:
+        """Begin a decoder's bar."""
+        self._progress.update(self._task, completed=0, total=total, description=decoder.name)
+
+    def advance(self, tokens: int) -> None:
+        """Show how many tokens there are."""
+        self._progress.update(self._task, completed=tokens)
+
+    def show(self, outcome: Outcome) -> None:
+        """Print the texts, the table and what differs."""
+        self._progress.stop()
+        if not outcome.results:
+            self._console.print("interrupted before the first token")
+            return
+        self._show_texts(outcome)
+        for table in (_results_table(outcome), _times_table(outcome)):
+            self._console.print(table)
+        for place, finished in enumerate(outcome.finished):
+            for prompt, difference in enumerate(outcome.differences(place) if finished else []):
+                if difference is not None:
+                    name = outcome.prompts[prompt].name
+                    self._console.print(Text(f"{outcome.results[place].decoder.name}, {name}: {difference}"))
+        if outcome.interrupted:
+            self._console.print(f"interrupted in decoder {outcome.results[-1].decoder.name!r}")
+
+    def _show_texts(self, outcome: Outcome) -> None:
+        """Print each prompt and its continuation by plain decoding."""
+        for prompt, tokens in zip(outcome.prompts, outcome.results[0].tokens, strict=True):
+            self._console.rule(Text(prompt.name), align="left")
+            text = Text(readable(prompt.text), "dim")
+            self._console.print(text.append(readable(bytes(tokens)), "not dim bold"))
+        self._console.rule()
+
+
+def _results_table(outcome: Outcome) -> Table:
+    table = _new_table("target passes", "accept length", "tokens/s", "repetition", "identical")
+    for place, result in enumerate(outcome.results):
+        table.add_row(
+            result.decoder.name,
+            str(result.num_passes),
+            f"{result.mean_accept_length:.2f}",
+            f"{tokens_per_second(result):.0f}",
+            f"{mean_repetition(result):.3f}",
+            _identical(outcome, place),
+        )
+    return table
+
+
+def _times_table(outcome: Outcome) -> Table:
+    table = _new_table(*STAGES, title="milliseconds a round of the batch")
+    for result in outcome.results:
+        rounds = max(map(len, result.accept_lengths)) or 1
+        seconds = (result.times.seconds.get(stage, 0.0) for stage in STAGES)
+        table.add_row(result.decoder.name, *(f"{1e3 * value / rounds:.2f}" for value in seconds))
+    return table
+
+
+def _new_table(*headings: str, title: str | None = None) -> Table:
+    table = Table("decoder", box=None, pad_edge=False, title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _identical(outcome: Outcome, place: int) -> str:
+    if not outcome.finished[place]:
+        return "unfinished"
+    same = sum(difference is None for difference in outcome.differences(place))
+    return "yes" if same == len(outcome.prompts) else f"{same} of {len(outcome.prompts)}"
+
+
+def tokens_per_second(result: Decoded) -> float:
+    """Tokens of the whole batch by the seconds of its rounds, without reading the prompts."""
+    return result.num_tokens / result.times.decoding if result.num_tokens else 0.0
+
+
+def mean_repetition(result: Decoded) -> float:
+    """Mean over the texts; see `numba_ddtree.demo.repetition`."""
+    return sum(repetition(bytes(tokens)) for tokens in result.tokens) / len(result.tokens)
+
+
+def as_json(outcome: Outcome, backend: str) -> dict[str, Any]:
+    """Return everything as JSON's types."""
+    settings = outcome.settings
+    return {
+        "backend": backend,
+        "max_new_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "interrupted": outcome.interrupted,
+        "decoders": [
+            {
+                "name": result.decoder.name,
+                "budget": result.decoder.budget,
+                "target_passes": result.num_passes,
+                "mean_accept_length": result.mean_accept_length,
+                "tokens": result.num_tokens,
+                "tokens_per_second": tokens_per_second(result),
+                "seconds": result.times.seconds,
+                "repetition": mean_repetition(result),
+                "finished": finished,
+            }
+            for result, finished in zip(outcome.results, outcome.finished, strict=True)
+        ],
+        "prompts": [
+            {
+                "name": prompt.name,
+                "prompt": prompt.text.decode(errors="backslashreplace"),
+                "decoders": [_continuation(outcome, place, index) for place in range(len(outcome.results))],
+            }
+            for index, prompt in enumerate(outcome.prompts)
+        ],
+    }
+
+
+def _continuation(outcome: Outcome, place: int, prompt: int) -> dict[str, Any]:
+    result = outcome.results[place]
+    tokens = result.tokens[prompt]
+    difference = first_difference(outcome.results[0], result, prompt)
+    return {
+        "name": result.decoder.name,
+        "text": bytes(tokens).decode(errors="backslashreplace"),
+        "tokens": tokens,
+        "accept_lengths": result.accept_lengths[prompt],
+        "finish_reason": result.finish_reasons[prompt].name.lower(),
+        "identical": difference is None if outcome.finished[place] else None,
+        "first_difference": difference.as_json() if difference and outcome.finished[place] else None,
+    }

@@ -1,0 +1,426 @@
+"""Decoding with one interface: token by token, with a drafted chain, and with draft trees.
+
+All three emit what the target says, and so the same text; they differ in how many tokens the target scores
+in one pass, and so in how many passes it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from numba_ddtree import (
+    AcceptResult,
+    DraftTree,
+    KVCaches,
+    accept_tree,
+    build_tree,
+    compact_kv,
+)
+from numba_ddtree.arrays import check_count, check_scalar
+from numba_ddtree.choose_tokens import choose_tokens
+from numba_ddtree.demo.config import NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS
+from numba_ddtree.demo.model import DemoModel, chain_chunks
+from numba_ddtree.demo.stage_times import StageTimes
+from numba_ddtree.draft_topk import DraftCandidates, draft_topk
+from numba_ddtree.errors import ArgumentError
+from numba_ddtree.status import FinishReason
+from numba_ddtree.tree import Array
+
+MAX_BUDGET = 1024
+PROMPT_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """How a round's tree is drafted.
+
+    Attributes
+    ----------
+    name : str
+    budget : int
+        Drafted nodes a round; 0 is plain decoding.
+    width : int
+        Candidates a position.
+    """
+
+    name: str
+    budget: int
+    width: int
+
+
+PLAIN = Decoder("plain", 0, 0)
+"""The target alone, one token a pass."""
+
+
+def chain_decoder(length: int) -> Decoder:
+    """Verify the drafter's best token at each of `length` positions: DFlash (arXiv 2602.06036)."""
+    return Decoder("chain", length, 1)
+
+
+def tree_decoder(budget: int) -> Decoder:
+    """Verify a tree of the `budget` most probable continuations: DDTree (arXiv 2604.12989)."""
+    check_count("budget", budget, 1, MAX_BUDGET)
+    return Decoder(f"tree {budget}", budget, min(budget, NUM_OUTPUT_TOKENS))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """What is decoded, whatever the decoder.
+
+    Attributes
+    ----------
+    max_new_tokens : int
+    temperature : float
+        0 takes the target's best token; above, draws are keyed by seed, request and position, so that
+        every decoder draws the same.
+    seed : int
+    stop_tokens : tuple of int
+        A text ends with the first of them.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """One round of a batch, on the arrays of the model's module.
+
+    Attributes
+    ----------
+    decoder : Decoder
+    candidates : DraftCandidates or None
+        None for plain decoding, as are the budgets.
+    budgets : int32 [B] or None
+    root_tokens, prefix_lengths, remaining : int32 [B]
+    tree : DraftTree
+    target_tokens : int32 [B, N]
+    result : AcceptResult
+    emitted : int32 [B], on the host
+        Tokens that the round gave each request.
+    """
+
+    decoder: Decoder
+    candidates: DraftCandidates | None
+    budgets: Array | None
+    root_tokens: Array
+    prefix_lengths: Array
+    remaining: Array
+    tree: DraftTree
+    target_tokens: Array
+    result: AcceptResult
+    emitted: NDArray[np.int32]
+
+
+@dataclass(slots=True, eq=False)
+class Decoded:
+    """What a decoder wrote.
+
+    Attributes
+    ----------
+    decoder : Decoder
+    tokens : list of list of int
+        The new tokens of each request.
+    accept_lengths : list of list of int
+        Tokens of each of a request's rounds, which are its target passes.
+    margins : list of list of float
+        For plain decoding, how far the best logit was above the second at each token.
+    finish_reasons : list of FinishReason
+    times : StageTimes
+    """
+
+    decoder: Decoder
+    tokens: list[list[int]]
+    accept_lengths: list[list[int]]
+    margins: list[list[float]]
+    finish_reasons: list[FinishReason]
+    times: StageTimes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def num_passes(self) -> int:
+        """Target passes, counted for each request by itself."""
+        return sum(map(len, self.accept_lengths))
+
+    @property
+    def mean_accept_length(self) -> float:
+        """Tokens a pass."""
+        return self.num_tokens / max(self.num_passes, 1)
+
+
+OnRound = Callable[[Round], None]
+
+
+def decode(
+    model: DemoModel,
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    on_round: OnRound | None = None,
+) -> Decoded:
+    """Continue prompts, as one batch.
+
+    Parameters
+    ----------
+    model : DemoModel
+    decoder : Decoder
+    prompts : sequence of sequences of int
+        Tokens, with the start token.
+    settings : DecodeSettings
+    on_round : callable, optional
+        Called after each round. What it raises ends decoding.
+
+    Returns
+    -------
+    Decoded
+
+    Raises
+    ------
+    ArgumentError
+        No prompt, an empty one, one that is too long for the model with what is to be written, a token
+        that is none of the model's, or a setting out of range.
+    """
+    decoding = Decoding.begin(model, decoder, prompts, settings)
+    while not decoding.is_done:
+        this_round = decoding.run_round()
+        if on_round is not None:
+            on_round(this_round)
+    return decoding.decoded
+
+
+def check_prompts(
+    model: DemoModel,
+    prompts: Sequence[Sequence[int]],
+    settings: DecodeSettings,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Check what `decode` is given; `names` are what errors call the prompts."""
+    longest = model.config.max_length
+    check_count("max_new_tokens", settings.max_new_tokens, 1, longest - 1)
+    check_count("seed", settings.seed, 0, 2**63 - 1)
+    temperature = check_scalar("temperature", settings.temperature)
+    if not (temperature == 0 or 1e-3 <= temperature <= 100):
+        raise ArgumentError("temperature", temperature, "0, or a number from 0.001 to 100")
+    for token in settings.stop_tokens:
+        check_count("stop_tokens", token, 0, NUM_OUTPUT_TOKENS - 1)
+    if len(prompts) == 0:
+        raise ArgumentError("prompts", "no prompt", "at least one")
+    room = longest - settings.max_new_tokens
+    names = names or [f"prompts[{index}]" for index in range(len(prompts))]
+    for name, prompt in zip(names, prompts, strict=True):
+        if not 1 <= len(prompt) <= room:
+            expected = (
+                f"1 to {room}: {longest}, the model's length, less {settings.max_new_tokens} new tokens"
+            )
+            raise ArgumentError(name, f"{len(prompt)} tokens", expected)
+        if not all(0 <= token < NUM_INPUT_TOKENS for token in prompt):
+            raise ArgumentError(name, "another token", f"tokens from 0 to {NUM_INPUT_TOKENS - 1}")
+
+
+@dataclass(slots=True, eq=False)
+class Decoding:
+    """A batch that is being decoded, round by round; `begin` makes one, and `decode` runs it to its end.
+
+    A request's prefix is what the target's cache holds; its root, the last token known, comes after it.
+
+    Attributes
+    ----------
+    decoded : Decoded
+        What is written so far.
+    """
+
+    model: DemoModel
+    decoder: Decoder
+    settings: DecodeSettings
+    decoded: Decoded
+    cache: Array
+    caches: KVCaches
+    draft_cache: Array
+    root_tokens: Array  # int32 [B]
+    prefix_lengths: Array  # int32 [B]
+    longest_prefix: int
+    is_active: NDArray[np.bool_]  # [B]
+    stop_token_ids: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        stops = np.array(self.settings.stop_tokens, np.int32)
+        self.stop_token_ids = self.model.module.xp.asarray(stops)
+
+    @classmethod
+    def begin(
+        cls, model: DemoModel, decoder: Decoder, prompts: Sequence[Sequence[int]], settings: DecodeSettings
+    ) -> Decoding:
+        """Check the arguments, which are those of `decode`, and read the prompts, bar their last tokens."""
+        check_prompts(model, prompts, settings)
+        module, batch = model.module, len(prompts)
+        lengths = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
+        longest = int(lengths.max())
+        rows = longest + settings.max_new_tokens + max(decoder.budget + 1, PROMPT_CHUNK)
+        cache = model.new_cache(batch, rows)
+        times = StageTimes(module)
+        empty: list[list[int]] = [[] for _ in prompts]
+        state = cls(
+            model,
+            decoder,
+            settings,
+            Decoded(
+                decoder,
+                empty,
+                [[] for _ in prompts],
+                [[] for _ in prompts],
+                [FinishReason.UNFINISHED] * batch,
+                times,
+            ),
+            cache,
+            KVCaches.plan(list(cache)),
+            model.new_draft_cache(batch, rows) if decoder.budget else None,
+            module.xp.asarray(np.array([prompt[-1] for prompt in prompts], np.int32)),
+            module.xp.asarray(lengths),
+            longest,
+            np.ones(batch, bool),
+        )
+        with times.stage("prompt"):
+            state._read_prompts(prompts, lengths)
+        return state
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every text has ended."""
+        return not self.is_active.any()
+
+    def run_round(self) -> Round:
+        """Draft, build, verify, accept and compact; emit tokens."""
+        times, xp = self.decoded.times, self.model.module.xp
+        candidates, budgets = None, None
+        if self.decoder.budget:
+            with times.stage("draft"):
+                candidates = self._draft()
+        with times.stage("build"):
+            if candidates is None:
+                tree = self._root_alone()
+            else:
+                budgets = xp.asarray(np.where(self.is_active, self.decoder.budget, 0).astype(np.int32))
+                tree = self._build(candidates, budgets)
+        with times.stage("verify"):
+            logits, features = self.model.forward(tree, self.prefix_lengths, self.cache, self.longest_prefix)
+        with times.stage("accept"):
+            remaining = self._remaining()
+            target_tokens, result = self._accept(tree, logits, remaining)
+            host = result.to_host()
+        this_round = Round(
+            self.decoder,
+            candidates,
+            budgets,
+            self.root_tokens,
+            self.prefix_lengths,
+            remaining,
+            tree,
+            target_tokens,
+            result,
+            host.accept_length,
+        )
+        with times.stage("compact"):
+            path = self.prefix_lengths, result.accepted_indices, result.accept_length
+            compact_kv(self.caches, *path, backend=self.model.module.backend)
+        if self.decoder.budget:
+            with times.stage("draft"):
+                rows = xp.arange(len(features))[:, None], xp.maximum(result.accepted_indices, 0)
+                self.model.read_features(features[rows], self.prefix_lengths, self.draft_cache)
+        else:
+            self._note_margins(logits, host)
+        self._advance(result, host)
+        return this_round
+
+    def _read_prompts(self, prompts: Sequence[Sequence[int]], lengths: NDArray[np.int32]) -> None:
+        tokens = np.zeros((len(prompts), max(self.longest_prefix, 1)), np.int32)
+        for row, prompt in zip(tokens, prompts, strict=True):
+            row[: len(prompt) - 1] = prompt[:-1]
+        for tree, first in chain_chunks(tokens, lengths, PROMPT_CHUNK, self.model.module):
+            at = self.model.module.xp.asarray(first)
+            _, features = self.model.forward(tree, at, self.cache, self.longest_prefix)
+            if self.decoder.budget:
+                self.model.read_features(features, at, self.draft_cache)
+
+    def _draft(self) -> DraftCandidates:
+        logits = self.model.draft(
+            self.root_tokens, self.prefix_lengths, self.draft_cache, self.longest_prefix
+        )
+        temperature = self.settings.temperature or 1.0
+        width, backend = self.decoder.width, self.model.module.backend
+        return draft_topk(logits, width, temperature=temperature, backend=backend)
+
+    def _build(self, candidates: DraftCandidates, budgets: Array) -> DraftTree:
+        tree = build_tree(
+            candidates.log_probs,
+            candidates.token_ids,
+            budgets,
+            max_budget=self.decoder.budget,
+            root_tokens=self.root_tokens,
+            prefix_lengths=self.prefix_lengths,
+            backend=self.model.module.backend,
+        )
+        return self._active_part(tree)
+
+    def _root_alone(self) -> DraftTree:
+        xp = self.model.module.xp
+        root = self.root_tokens[:, None]
+        tree = DraftTree.from_parents(
+            xp.full_like(root, -1),
+            root,
+            prefix_lengths=self.prefix_lengths,
+            max_depth=0,
+            backend=self.model.module.backend,
+        )
+        return self._active_part(tree)
+
+    def _active_part(self, tree: DraftTree) -> DraftTree:
+        """Leave finished requests no node, so that the target passes them by."""
+        if self.is_active.all():
+            return tree
+        return replace(tree, num_nodes=tree.num_nodes * self.model.module.xp.asarray(self.is_active))
+
+    def _remaining(self) -> Array:
+        written = np.array([len(tokens) for tokens in self.decoded.tokens], np.int32)
+        return self.model.module.xp.asarray(np.int32(self.settings.max_new_tokens) - written)
+
+    def _accept(self, tree: DraftTree, logits: Array, remaining: Array) -> tuple[Array, AcceptResult]:
+        backend = self.model.module.backend
+        target_tokens = choose_tokens(
+            logits,
+            temperature=self.settings.temperature,
+            positions=tree.positions,
+            seed=self.settings.seed,
+            num_nodes=tree.num_nodes,
+            backend=backend,
+        )
+        result = accept_tree(
+            tree, target_tokens, stop_token_ids=self.stop_token_ids, remaining=remaining, backend=backend
+        )
+        return target_tokens, result
+
+    def _note_margins(self, logits: Array, host: AcceptResult) -> None:
+        best_two = np.sort(self.model.module.to_host(logits[:, 0]), axis=-1)[:, -2:]
+        for request in np.flatnonzero(host.accept_length):
+            self.decoded.margins[request].append(float(best_two[request, 1] - best_two[request, 0]))
+
+    def _advance(self, result: AcceptResult, host: AcceptResult) -> None:
+        xp = self.model.module.xp
+        for request, length in enumerate(host.accept_length.tolist()):
+            if length:
+                self.decoded.tokens[request].extend(host.tokens[request, :length].tolist())
+                self.decoded.accept_lengths[request].append(length)
+                self.decoded.finish_reasons[request] = FinishReason(int(host.finish_reason[request]))
+        self.prefix_lengths = self.prefix_lengths + result.accept_length
+        self.root_tokens = xp.maximum(result.bonus_token, 0)
+        self.longest_prefix = int(self.model.module.to_host(self.prefix_lengths).max())
+        self.is_active = self.is_active & (host.finish_reason == FinishReason.UNFINISHED)

@@ -1,0 +1,1 @@
+"""Parts of `tools/train_demo_model.py`."""
