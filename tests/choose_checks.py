@@ -103,7 +103,7 @@ def check_counts_beyond_the_slots(library: Library) -> None:
     assert library.get(tokens).tolist() == [[-1, -1], [8, 8], [8, -1]]
 
 
-def make_kernel() -> Any:
+def make_noise_kernel() -> Any:
     """Kernel that writes the noise of words, exact and approximate, and their generator's words."""
     from numba_ddtree.choose_tokens import about_gumbel, most_gumbel, random_word
     from numba_ddtree.cuda_target import cuda, uint32
@@ -129,7 +129,7 @@ def check_noise(library: Library, words: NDArray[np.uint32], blocks: int) -> Non
     exact = library.put(np.zeros(count))
     about, bound = (library.put(np.zeros(count, np.float32)) for _ in range(2))
     counted = library.put(np.zeros(count, np.uint32))
-    make_kernel()[blocks, 32](library.put(words), exact, about, bound, counted)
+    make_noise_kernel()[blocks, 32](library.put(words), exact, about, bound, counted)
     want = reference.gumbel(words)
     assert library.get(exact).tobytes() == want.tobytes()
     assert np.abs(library.get(about) - want).max() < 2**-10
@@ -138,3 +138,87 @@ def check_noise(library: Library, words: NDArray[np.uint32], blocks: int) -> Non
         seed=10 + (11 << 32), request_id=8 + (9 << 32), position=7, vocabulary=count
     )
     np.testing.assert_array_equal(library.get(counted), random)
+
+
+def make_cut_kernel() -> Any:
+    """Kernel that writes where top-k and top-p cut each row off; a row a block."""
+    from numba_ddtree.choose_tokens import BINS, SUMS, THREADS, cut_of_row, place_token, place_value
+    from numba_ddtree.cuda_target import cuda, int32, int64, uint32
+    from numba_ddtree.device.rounded import reciprocal32
+
+    @cuda.jit
+    def cut_kernel(logits, mask, top_k, top_p, best, temperature, values, tokens):  # type: ignore[no-untyped-def]
+        s_low = cuda.shared.array(BINS, uint32)
+        s_high = cuda.shared.array(BINS, uint32)
+        s_sums = cuda.shared.array(SUMS, int64)
+        s_found = cuda.shared.array(4, int64)
+        row = cuda.blockIdx.x
+        cut = cut_of_row(
+            logits,
+            int64(row) * int64(logits.shape[2]),
+            int32(0),
+            mask,
+            int64(0),
+            int32(32),
+            top_k[row],
+            top_p[row],
+            best[row],
+            reciprocal32(temperature[row]),
+            s_low,
+            s_high,
+            s_sums,
+            s_found,
+        )
+        if cuda.threadIdx.x == 0:
+            values[row] = place_value(cut, int32(32))
+            tokens[row] = place_token(cut)
+
+    return cut_kernel, THREADS
+
+
+def check_cuts(library: Library, logits: NDArray[np.float32], **settings: NDArray[Any]) -> None:
+    """Check that the tokens up to the cut are those that the reference keeps; logits [rows, V]."""
+    rows = len(logits)
+    values = library.put(np.zeros(rows, np.float32))
+    tokens = library.put(np.zeros(rows, np.uint32))
+    kernel, threads = make_cut_kernel()
+    kernel[rows, threads](
+        library.put(logits[None]),
+        library.put(np.zeros(0, np.int32)),
+        library.put(settings["top_k"]),
+        library.put(settings["top_p"]),
+        library.put(logits.max(axis=-1)),
+        library.put(settings["temperature"]),
+        values,
+        tokens,
+    )
+    for row in range(rows):
+        value, token = library.get(values)[row], library.get(tokens)[row]
+        is_out = (logits[row] < value) | ((logits[row] == value) & (np.arange(logits.shape[1]) > token))
+        present = np.flatnonzero(logits[row] > -np.inf)
+        kept = reference.keep_best(
+            logits[row][present],
+            settings["temperature"][row],
+            int(settings["top_k"][row]),
+            settings["top_p"][row],
+        )
+        got = present[~is_out[present]]
+        np.testing.assert_array_equal(got, np.sort(present[kept]))
+
+
+def make_cut_cases(rng: np.random.Generator, rows: int, V: int) -> dict[str, NDArray[Any]]:
+    """Rows of logits of all kinds, bar NaN, and filters of them."""
+    kinds = [kind for kind in LOGIT_KINDS if kind != "wild"]
+    given = make_settings(rng, rows, 1, V)
+    logits = [make_logits(rng, kinds[row % len(kinds)], (1, V), np.float32) for row in range(rows)]
+    return {
+        "logits": np.concatenate(logits),
+        "temperature": rng.choice([0.3, 1, 1, 2, 50, 1e-6], rows).astype(np.float32),
+        "top_k": given["top_k"],
+        "top_p": given["top_p"],
+    }
+
+
+def close_logits(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Logits a few ulps apart: at low temperatures float32 cannot tell their scores."""
+    return (3 + rng.integers(0, 9, shape) * np.spacing(np.float32(3))).astype(np.float32)

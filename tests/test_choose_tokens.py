@@ -13,7 +13,10 @@ from choose_checks import (
     check_bad_requests,
     check_choose,
     check_counts_beyond_the_slots,
+    check_cuts,
     check_noise,
+    close_logits,
+    make_cut_cases,
     make_logits,
     make_settings,
 )
@@ -357,11 +360,16 @@ def test_kernels_on_whole_vocabularies(rng: np.random.Generator, dtype: Any, kin
 @pytest.mark.gpu
 def test_kernels_where_scores_are_too_close_for_float32(rng: np.random.Generator) -> None:
     # The slack of a score is 2^-20 of the scaled logit: a few units here, which noise decides within.
-    logits = np.full((4, 6, 20_000), 3.0, np.float32)
-    logits[:, :, ::2] = np.nextafter(np.float32(3), np.float32(0))
     positions = rng.integers(0, 2**31, (4, 6)).astype(np.int32)
     for temperature in (1e-6, 3e-7, 1e-5, 1e-20):
+        logits = close_logits(rng, (4, 6, 20_000))
         check_choose(numba_library(), logits, temperature=temperature, positions=positions)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [9, 3000, 163_840])
+def test_kernels_cut_where_the_reference_does(rng: np.random.Generator, V: int) -> None:
+    check_cuts(numba_library(), **make_cut_cases(rng, 60, V))
 
 
 @pytest.mark.gpu

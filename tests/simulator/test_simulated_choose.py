@@ -13,7 +13,10 @@ from choose_checks import (
     check_bad_requests,
     check_choose,
     check_counts_beyond_the_slots,
+    check_cuts,
     check_noise,
+    close_logits,
+    make_cut_cases,
     make_logits,
     make_settings,
 )
@@ -74,11 +77,14 @@ def test_draws_from_what_filters_leave(rng: np.random.Generator, device: Library
 
 
 def test_draws_of_scores_too_close_for_float32(rng: np.random.Generator) -> None:
-    logits = np.full((1, 2, 296), 3.0, np.float32)
-    logits[:, :, ::2] = np.nextafter(np.float32(3), np.float32(0))
-    positions = rng.integers(0, 2**31, (1, 2)).astype(np.int32)
-    for temperature in (1e-6, 1e-20):
-        check_choose(numba_library(), logits, temperature=temperature, positions=positions)
+    shape = 1, 3, 800  # of more than one vector of eight a thread
+    positions = rng.integers(0, 2**31, shape[:2]).astype(np.int32)
+    for temperature in (1e-6, 3e-7):
+        check_choose(numba_library(), close_logits(rng, shape), temperature=temperature, positions=positions)
+
+
+def test_cuts(rng: np.random.Generator) -> None:
+    check_cuts(numba_library(), **make_cut_cases(rng, 8, 250))
 
 
 def test_bad_device_arrays_give_no_token(rng: np.random.Generator) -> None:
