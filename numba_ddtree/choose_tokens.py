@@ -226,7 +226,7 @@ def add_weight(value, digit, by_mass, best, inverse_temperature, s_low, s_high):
         weight = mass(value, best, inverse_temperature)
         low = uint32(weight & int64(0xFFFFFFFF))
         before = cuda.atomic.add(s_low, digit, low)
-        carry = uint32(0)
+        carry = uint32(1) if before > uint32(~low) else uint32(0)
         high = uint32(uint32(weight >> int64(32)) + carry)
         if high > uint32(0):
             cuda.atomic.add(s_high, digit, high)

@@ -21,7 +21,11 @@ else:
     _WORD, _LONG = ir.IntType(32), ir.IntType(64)
 
     def _high_and_low(builder: Any, word: Any, multiplier: int) -> tuple[Any, Any]:
-        product = builder.mul(builder.zext(word, _LONG), ir.Constant(_LONG, multiplier))
+        # Named, since the compiler multiplies by a constant from 2^31 as by one of 64 bits.
+        multiply = ir.InlineAsm(
+            ir.FunctionType(_LONG, [_WORD]), f"mul.wide.u32 $0, $1, {multiplier};", "=l,r", side_effect=False
+        )
+        product = builder.call(multiply, [word])
         high = builder.lshr(product, ir.Constant(_LONG, 32))
         return builder.trunc(high, _WORD), builder.trunc(product, _WORD)
 
