@@ -337,7 +337,7 @@ def find_cut(  # type: ignore[no-untyped-def]
         if s_found[0] < 0:
             return lowest
         prefix |= uint64(s_found[0]) << uint64(shift)
-        target = s_found[3] - s_found[1]
+        target = int64(s_found[3] - s_found[1])
         fraction = float64(1)
         is_whole = s_found[2] == target
         cuda.syncthreads()  # all have read what the next pass overwrites

@@ -39,7 +39,9 @@ if SIMULATED:
 
     def kept_eight(values: Any, first: Any, cut_value: Any, cut_token: Any) -> Any:
         return tuple(
-            value if not (value < cut_value or (False)) else MINUS_INFINITY
+            value
+            if not (value < cut_value or (value == cut_value and int(first) + place > cut_token))
+            else MINUS_INFINITY
             for place, value in enumerate(values)
         )
 
