@@ -26,7 +26,7 @@ from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import Array
 
 THREADS = block_threads(128)
-TILE_ROWS = block_threads(64)  # a thread looks up at most one
+TILE_ROWS = THREADS // 2  # half of the threads look up where they come from, half where they go
 ROWS_AT_ONCE = 4
 BLOCKS_PER_PROCESSOR = 8
 NO_ROW = 0  # no row has this address
@@ -46,6 +46,7 @@ def make_move_rows(word_bytes: int) -> Any:
                 r_high = cuda.local.array(ROWS_AT_ONCE, uint64)
                 for row in range(ROWS_AT_ONCE):
                     source = s_source[uint32(first + row)]
+                    r_low[row] = r_high[row] = 0  # or they would live on from the rows before
                     if source != NO_ROW:
                         r_low[row], r_high[row] = load(source + int64(column))
                 for row in range(ROWS_AT_ONCE):
@@ -98,30 +99,22 @@ def compact_kv_kernel(  # type: ignore[no-untyped-def]
     row_stride = layers[layer, ROW_STRIDE]
     row_bytes = layers[layer, ROW_BYTES]
     misfit = address | block_stride | row_stride | row_bytes
-    s_source = cuda.shared.array(TILE_ROWS, int64)
-    s_target = cuda.shared.array(TILE_ROWS, int64)
+    s_rows = cuda.shared.array(THREADS, int64)
+    s_source = s_rows[:TILE_ROWS]
+    s_target = s_rows[TILE_ROWS:]
     for first in range(0, length, TILE_ROWS):
-        if thread < TILE_ROWS:
-            place = int32(first + thread)
-            index = accepted_indices[request, place] if place < length else int32(-1)
+        place = int32(first + thread % TILE_ROWS)
+        index = accepted_indices[request, place] if place < length else int32(-1)
+        s_rows[thread] = NO_ROW
+        if index > place:
+            slot = uint32(int64(prefix) + int64(index if thread < TILE_ROWS else place))
+            page = page_of(request, int64(slot // block_size), num_blocks, page_ids, page_starts, pages_each)
+            if page >= 0:
+                s_rows[thread] = address + page * block_stride + int64(slot % block_size) * row_stride
+        cuda.syncthreads()
+        if thread < TILE_ROWS and (s_source[thread] == NO_ROW or s_target[thread] == NO_ROW):
             s_source[thread] = NO_ROW
             s_target[thread] = NO_ROW
-            if index > place:
-                source = uint32(int64(prefix) + int64(index))
-                target = uint32(int64(prefix) + int64(place))
-                from_page = page_of(
-                    request, int64(source // block_size), num_blocks, page_ids, page_starts, pages_each
-                )
-                to_page = page_of(
-                    request, int64(target // block_size), num_blocks, page_ids, page_starts, pages_each
-                )
-                if from_page >= 0 and to_page >= 0:
-                    s_source[thread] = (
-                        address + from_page * block_stride + int64(source % block_size) * row_stride
-                    )
-                    s_target[thread] = (
-                        address + to_page * block_stride + int64(target % block_size) * row_stride
-                    )
         cuda.syncthreads()
         rows = uint32(min(int32(length - first), int32(TILE_ROWS)))
         if misfit & 15 == 0:
