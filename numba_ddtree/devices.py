@@ -60,6 +60,15 @@ def shared_memory_limit() -> int:
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
+def multiprocessors() -> int:
+    """Multiprocessors of the current device."""
+    from numba_ddtree.cuda_target import SIMULATED, cuda
+
+    if SIMULATED:
+        return 1
+    return int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
 def stream_handle(stream: StreamLike, placement: Placement) -> int:
     """Return the raw handle of the stream that a call goes to.
 

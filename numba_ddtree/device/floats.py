@@ -1,4 +1,4 @@
-"""16-bit floating-point numbers, as the bits that kernels see, to float32 and back.
+"""Floating-point numbers and their bits; 16-bit ones, as the bits that kernels see, to float32 and back.
 
 A bfloat16 is the upper half of a float32; a float16 is converted by the hardware. Both are exact
 towards float32, and round to nearest, ties to even, on the way back.
@@ -21,6 +21,19 @@ if SIMULATED:
     def float_of_bits(bits: Any) -> Any:
         return np.uint32(bits).view(np.float32)
 
+    def double_bits(value: Any) -> Any:
+        return np.float64(value).view(np.int64)
+
+    def double_of_bits(bits: Any) -> Any:
+        return np.int64(bits).view(np.float64)
+
+    def fused_multiply_add(left: Any, right: Any, addend: Any) -> Any:
+        # The product is exact in float64, so that only the sum is rounded, though twice.
+        return np.float32(np.float64(left) * np.float64(right) + np.float64(addend))
+
+    def larger(left: Any, right: Any) -> Any:
+        return np.fmax(left, right)
+
     def bfloat16_to_float32(bits: Any) -> Any:
         return np.float32(np.uint16(bits).view(bfloat16))
 
@@ -37,11 +50,12 @@ if SIMULATED:
 else:
     from llvmlite import ir
     from numba.core import types
+    from numba.cuda import libdevice
     from numba.cuda.extending import intrinsic
 
     from numba_ddtree.cuda_target import device_function, uint32
 
-    _HALF, _WORD, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
+    _HALF, _WORD, _LONG, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
     def _assembly(
         builder: Any, code: str, result: Any, result_constraint: str, constraint: str, arg: Any
@@ -67,6 +81,34 @@ else:
             return builder.bitcast(args[0], _FLOAT)
 
         return types.float32(types.uint32), generate
+
+    @intrinsic
+    def double_bits(typing_context: Any, value: Any) -> Any:
+        """Bits of a float64, int64."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], _LONG)
+
+        return types.int64(types.float64), generate
+
+    @intrinsic
+    def double_of_bits(typing_context: Any, bits: Any) -> Any:
+        """Float64 of an int64's bits."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], ir.DoubleType())
+
+        return types.float64(types.int64), generate
+
+    @device_function
+    def fused_multiply_add(left: Any, right: Any, addend: Any) -> Any:
+        """``left * right + addend`` of float32, rounded once."""
+        return libdevice.fmaf_rn(left, right, addend)
+
+    @device_function
+    def larger(left: Any, right: Any) -> Any:
+        """Larger of two float32; of a number and a NaN the number."""
+        return libdevice.fmaxf(left, right)
 
     @device_function
     def bfloat16_to_float32(bits: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Operations of a whole warp: maximum, ballot, broadcast.
+"""Operations of a whole warp: maximum, ballot, broadcast, running sum.
 
 Every lane of the warp must take part. In the simulator, which has no warps, a block must be a
 single warp, and its barrier stands in for the warp's.
@@ -34,6 +34,9 @@ if SIMULATED:
     def warp_broadcast(value: Any, lane: Any) -> Any:
         return np.int32(_share(value)[lane])
 
+    def warp_running_sum(value: Any) -> Any:
+        return np.int32(_share(value)[: cuda.threadIdx.x + 1].sum())
+
     def warp_sync() -> None:
         cuda.syncthreads()
 
@@ -67,6 +70,15 @@ else:
     def warp_broadcast(value: Any, lane: Any) -> Any:
         """Lane `lane`'s value, int32."""
         return cuda.shfl_sync(FULL_WARP, value, lane)
+
+    @device_function
+    def warp_running_sum(value: Any) -> Any:
+        """Sum of the values (int32) of the lanes up to and including this one."""
+        lane = cuda.threadIdx.x % LANES
+        for distance in (1, 2, 4, 8, 16):
+            below = cuda.shfl_up_sync(FULL_WARP, value, distance)
+            value += below if lane >= distance else 0
+        return value
 
     @device_function
     def warp_sync() -> None:
