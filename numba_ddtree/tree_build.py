@@ -45,9 +45,9 @@ from numba_ddtree.device.draft_rows import (
     NAN_FLAG,
     POSITIVE_FLAG,
     Rows,
-    log_prob,
     stage_log_probs,
 )
+from numba_ddtree.device.shared import shared_from
 from numba_ddtree.device.tree_pops import NO_OFFER, OFFER_WORDS, Offers, pop_tree
 from numba_ddtree.device.tree_sums import (
     BINS,
@@ -83,7 +83,7 @@ SLOT_WORDS = 7  # of a `TreeTable`
 # Flags: draft_rows' three, then these, then tree_sums' counters.
 BAD_COST_FLAG, BAD_TOKEN_FLAG, COUNT_WORD = 3, 4, 5
 COUNTERS_AT = 6
-FLAG_WORDS = 12
+FLAG_WORDS = COUNTERS_AT + COUNTERS + 1  # an even number, for what comes after it
 CHAIN_WORDS = 2 * (MAX_DEPTH + 1)
 
 
@@ -105,16 +105,21 @@ class TreeTable(NamedTuple):
 
 
 @device_routine
-def chain_scores(rows: Any, budget: Any, s_chain: Any, chain_seed: Any) -> Any:
-    """Write the scores along the top-1 path, and return the number of seeds."""
-    seeds = int32(0)
+def chain_scores(s_log_probs: Any, staged: Any, depth: Any, s_chain: Any) -> None:
+    """Write the scores of the top-1 path's beginnings; one thread's work."""
     score = 0.0
     s_chain[0] = score
-    for row in range(rows.depth):
-        score = score + log_prob(rows, uint32(row), uint32(0))
-        s_chain[row + 1] = score
-        if chain_seed != 0 and row < budget and seeds == row and score >= rows.least:
-            seeds = int32(seeds + 1)
+    for row in range(uint32(depth)):
+        score = score + float64(s_log_probs[uint32(row * uint32(staged))])
+        s_chain[uint32(row + 1)] = score
+
+
+@device_routine
+def count_seeds(s_chain: Any, most: Any, least: Any) -> Any:
+    """Count the nodes of the top-1 path, the first `most` of them, that are there."""
+    seeds = uint32(0)
+    while seeds < most and s_chain[uint32(seeds + uint32(1))] >= least:
+        seeds = uint32(seeds + uint32(1))
     return seeds
 
 
@@ -145,10 +150,10 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
     num_nodes,
     status,
 ):
-    request = cuda.blockIdx.x
-    thread = cuda.threadIdx.x
-    slots = parents.shape[1]
-    stride = (slots + LANES - 1) // LANES * LANES
+    request = uint32(cuda.blockIdx.x)
+    thread = uint32(cuda.threadIdx.x)
+    slots = uint32(parents.shape[1])
+    stride = int32((slots + uint32(LANES - 1)) & uint32(~(LANES - 1) & 0xFFFFFFFF))
     s_words = cuda.shared.array(0, int32)
     s_unsigned = cuda.shared.array(0, uint32)
     s_halves = cuda.shared.array(0, uint16)
@@ -156,38 +161,40 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
     s_doubles = cuda.shared.array(0, float64)
     s_floats = cuda.shared.array(0, float32)
     tree = TreeTable(
-        score=s_doubles[:stride],
-        parent=s_words[2 * stride : 3 * stride],
-        depth=s_words[3 * stride : 4 * stride],
-        rank=s_words[4 * stride : 5 * stride],
-        first_child=s_words[5 * stride : 6 * stride],
-        next_sibling=s_words[6 * stride : 7 * stride],
+        score=s_doubles,
+        parent=shared_from(s_words, int32(2 * stride)),
+        depth=shared_from(s_words, int32(3 * stride)),
+        rank=shared_from(s_words, int32(4 * stride)),
+        first_child=shared_from(s_words, int32(5 * stride)),
+        next_sibling=shared_from(s_words, int32(6 * stride)),
     )
-    flags_at = SLOT_WORDS * stride
-    s_flags = s_words[flags_at : flags_at + FLAG_WORDS]
-    chain_at = flags_at + FLAG_WORDS
-    s_chain = s_doubles[chain_at // 2 : (chain_at + CHAIN_WORDS) // 2]
-    search_at = chain_at + CHAIN_WORDS
-    bins_at = search_at + PATH_WORDS_A_PLACE * capacity
+    flags_at = int32(SLOT_WORDS * stride)
+    chain_at = int32(flags_at + int32(FLAG_WORDS))
+    search_at = int32(chain_at + int32(CHAIN_WORDS))
+    s_flags = shared_from(s_words, flags_at)
+    s_chain = shared_from(s_doubles, int32(chain_at >> int32(1)))
+    s_log_probs = shared_from(s_floats, int32(search_at + search_words))
+    bins_at = int32(search_at + int32(PATH_WORDS_A_PLACE) * capacity)
     paths = Paths(
-        score=s_doubles[search_at // 2 : search_at // 2 + capacity],
-        origin=s_unsigned[search_at + 2 * capacity : search_at + 3 * capacity],
-        bounds=s_unsigned[search_at + 3 * capacity : bins_at],
-        bins=s_words[bins_at : bins_at + BINS],
-        order=s_halves[2 * (bins_at + BINS) :],
-        counters=s_words[flags_at + COUNTERS_AT : flags_at + COUNTERS_AT + COUNTERS],
+        score=shared_from(s_doubles, int32(search_at >> int32(1))),
+        origin=shared_from(s_unsigned, int32(search_at + int32(2) * capacity)),
+        bounds=shared_from(s_unsigned, int32(search_at + int32(3) * capacity)),
+        bins=shared_from(s_words, bins_at),
+        order=shared_from(s_halves, int32(int32(2) * (bins_at + int32(BINS)))),
+        counters=shared_from(s_words, int32(flags_at + int32(COUNTERS_AT))),
         chain=s_chain,
+        room=uint32(capacity),
     )
     # Popping needs its table only after the search has given up, so that both share their memory.
-    offers_at = search_at + 2 * stride
+    offers_at = int32(search_at + int32(2) * stride)
     offers = Offers(
-        key=s_keys[search_at // 2 : offers_at // 2],
-        rank=s_words[offers_at : offers_at + stride],
-        last_child=s_words[offers_at + stride : offers_at + 2 * stride],
-        path_bits=s_words[offers_at + 2 * stride : offers_at + 3 * stride],
-        path=s_unsigned[offers_at + 3 * stride : offers_at + 6 * stride],
+        key=shared_from(s_keys, int32(search_at >> int32(1))),
+        rank=shared_from(s_words, offers_at),
+        last_child=shared_from(s_words, int32(offers_at + stride)),
+        path_bits=shared_from(s_words, int32(offers_at + int32(2) * stride)),
+        path=shared_from(s_unsigned, int32(offers_at + int32(3) * stride)),
+        stride=uint32(stride),
     )
-    s_log_probs = s_floats[search_at + search_words :]
 
     budget = budgets[request] if budgets.shape[0] > 0 else default_budget
     prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
@@ -196,14 +203,14 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
     width = max_candidates[request] if max_candidates.shape[0] > 0 else int32(log_probs.shape[2])
     least = float64(min_log_probs[request]) if min_log_probs.shape[0] > 0 else default_least
     is_in_range = (
-        0 <= budget < slots
+        0 <= budget < int32(slots)
         and root >= 0
         and 0 <= prefix <= MAX_PREFIX
-        and 1 <= depth <= log_probs.shape[1]
-        and 1 <= width <= log_probs.shape[2]
+        and 1 <= depth <= int32(log_probs.shape[1])
+        and 1 <= width <= int32(log_probs.shape[2])
         and least == least
     )
-    for slot in range(thread, stride, THREADS):
+    for slot in range(thread, uint32(stride), uint32(THREADS)):
         tree.first_child[slot] = -1
         tree.next_sibling[slot] = -1
     if thread < FLAG_WORDS:
@@ -211,7 +218,7 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
     cuda.syncthreads()
     stage_log_probs(log_probs, request, s_log_probs, staged, s_flags, WARPS)
     if is_in_range and verify_cost.shape[0] > 0:
-        for nodes in range(thread, budget + 1, THREADS):
+        for nodes in range(thread, uint32(budget + 1), uint32(THREADS)):
             if not 0.0 < round_cost(verify_cost, draft_cost, nodes) < np.inf:
                 s_flags[BAD_COST_FLAG] = 1
     cuda.syncthreads()
@@ -233,38 +240,49 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
         tree.depth[0] = 0
         tree.rank[0] = 0
     if code == int32(TreeStatus.OK) and budget > 0:
-        limits = Rows(log_probs, request, s_log_probs, staged, depth, width, max(least, LOWEST), int32(0))
         if thread == 0:
-            s_flags[COUNT_WORD] = chain_scores(limits, budget, s_chain, chain_seed)
+            chain_scores(s_log_probs, staged, depth, s_chain)
         cuda.syncthreads()
-        seeds = s_flags[COUNT_WORD]
-        rows = Rows(log_probs, request, s_log_probs, staged, depth, width, max(least, LOWEST), seeds)
-        stored = int32(0)
+        lowest = max(least, LOWEST)
+        rows = Rows(
+            log_probs=log_probs,
+            request=request,
+            s_log_probs=s_log_probs,
+            staged=uint32(staged),
+            depth=uint32(depth),
+            width=uint32(width),
+            budget=uint32(budget),
+            least=lowest,
+            seeds=count_seeds(s_chain, uint32(min(depth, budget) if chain_seed != 0 else 0), lowest),
+        )
+        stored = uint32(0)
         if s_flags[POSITIVE_FLAG] == 0:
-            stored = find_paths(rows, budget, paths, THREADS)
+            stored = find_paths(rows, paths, THREADS)
         if stored > 0:
-            nodes = min(sort_paths(paths, stored, THREADS), budget)
+            nodes = min(sort_paths(paths, stored, THREADS), rows.budget)
             place_nodes(paths, nodes, tree, THREADS)
             count = int32(nodes + 1)
         else:
-            for slot in range(thread, stride, THREADS):
+            for slot in range(thread, uint32(stride), uint32(THREADS)):
                 offers.key[slot] = NO_OFFER
             cuda.syncthreads()
             if thread < LANES:
-                s_flags[COUNT_WORD] = int32(pop_tree(rows, budget, tree, offers))
+                s_flags[COUNT_WORD] = int32(pop_tree(rows, tree, offers))
             cuda.syncthreads()
             count = s_flags[COUNT_WORD]
         if count <= budget:
             code = int32(TreeStatus.EXHAUSTED)
         if verify_cost.shape[0] > 0:
-            worth = keep_worth(tree.score, count, verify_cost, draft_cost, s_flags[COUNT_WORD:], THREADS)
+            worth = keep_worth(
+                tree.score, count, verify_cost, draft_cost, shared_from(s_flags, COUNT_WORD), THREADS
+            )
             if worth < count:
                 code = int32(TreeStatus.OK)
                 count = worth
 
     # The rank of a node gives way to its token, so that a bad one is known before anything is written.
-    for node in range(thread + 1, count, THREADS):
-        token = candidate_ids[request, tree.depth[node] - 1, tree.rank[node]]
+    for node in range(thread + uint32(1), uint32(count), uint32(THREADS)):
+        token = candidate_ids[request, uint32(tree.depth[node] - 1), uint32(tree.rank[node])]
         if token < 0 or token > MAX_TOKEN:
             s_flags[BAD_TOKEN_FLAG] = 1
         tree.rank[node] = int32(token)
@@ -278,8 +296,8 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
         num_nodes[request] = count
         status[request] = code
     base = max(prefix, int32(0))
-    for slot in range(thread, slots, THREADS):
-        used = slot < count
+    for slot in range(thread, slots, uint32(THREADS)):
+        used = slot < uint32(count)
         token_ids[request, slot] = tree.rank[slot] if used else 0
         parents[request, slot] = tree.parent[slot] if used else -1
         depths[request, slot] = tree.depth[slot] if used else 0

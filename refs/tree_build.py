@@ -113,6 +113,23 @@ def values_status(log_probs: NDArray[np.float32]) -> TreeStatus:
     return TreeStatus.OK
 
 
+def grow(
+    log_probs: NDArray[np.float32],
+    budget: int,
+    chain_seed: bool,
+    min_log_prob: float,
+    costs: NDArray[np.float64] | None,
+) -> tuple[TreeStatus, list[Node]]:
+    """Take one request's nodes, and keep those that are worth their cost."""
+    nodes = best_first(log_probs, budget, chain_seed=chain_seed, min_log_prob=min_log_prob)
+    status = TreeStatus.OK if len(nodes) == budget else TreeStatus.EXHAUSTED
+    if costs is not None:
+        kept = nodes_worth(path_scores(log_probs, nodes), costs)
+        if kept < len(nodes):
+            return TreeStatus.OK, nodes[:kept]
+    return status, nodes
+
+
 def build_tree(
     log_probs: NDArray[np.float32],
     token_ids: NDArray[np.int32] | NDArray[np.int64],
@@ -161,9 +178,8 @@ def build_tree(
         budget, root = int(budgets[request]), int(root_tokens[request])
         depth, candidates = int(max_depths[request]), int(max_candidates[request])
         least = float(min_log_probs[request])
-        nodes: list[Node] = []
-        status = TreeStatus.INVALID
-        in_range = (
+        status, nodes = TreeStatus.INVALID, list[Node]()
+        if (
             0 <= budget <= max_budget
             and root >= 0
             and 0 <= prefix_lengths[request] <= MAX_PREFIX
@@ -171,18 +187,11 @@ def build_tree(
             and 1 <= candidates <= width
             and not math.isnan(least)
             and (costs is None or bool(((costs > 0) & (costs < np.inf))[: budget + 1].all()))
-        )
-        if in_range:
+        ):
             status = values_status(log_probs[request])
         if status == TreeStatus.OK:
             rows = log_probs[request, :depth, :candidates]
-            nodes = best_first(rows, budget, chain_seed=chain_seed, min_log_prob=least)
-            if len(nodes) < budget:
-                status = TreeStatus.EXHAUSTED
-            if costs is not None:
-                kept = nodes_worth(path_scores(rows, nodes), costs)
-                if kept < len(nodes):
-                    status, nodes = TreeStatus.OK, nodes[:kept]
+            status, nodes = grow(rows, budget, chain_seed, least, costs)
         tokens = [int(token_ids[request, depth - 1, rank]) for _, depth, rank in nodes]
         if not all(0 <= token <= MAX_TOKEN for token in tokens):
             status, nodes = TreeStatus.INVALID, []

@@ -167,3 +167,18 @@ def continuations(
     if chain_seed:
         found = [(late, 0.0 if not late else score, ranks) for late, score, ranks in found]
     return [ranks for _, _, ranks in sorted(found)]
+
+
+def late_tie() -> NDArray[np.float32]:
+    """Log-probs [1, 37, 30] of a tie that a new offer wins in another group than that of its parent.
+
+    Nodes 1 to 34 are a chain of score 0, which fills the first word of every path. Node 35 is its
+    continuation, 36 to 63 are 28 siblings of -0.5 and 64 another of -1, whose child would score -2.5.
+    Node 65 is a child of node 35 of -1.5, and its own child would score -2.5 as well: it comes first.
+    """
+    log_probs = np.full((1, 37, 30), -9, np.float32)
+    log_probs[0, :34, 0] = 0
+    log_probs[0, 34] = [0, *[-0.5] * 28, -1]
+    log_probs[0, 35, 0] = -1.5
+    log_probs[0, 36, 0] = -1
+    return log_probs

@@ -15,6 +15,7 @@ from build_checks import (
     build_reference,
     check_options,
     continuations,
+    late_tie,
     make_options,
     make_rows,
     use_search,
@@ -487,6 +488,7 @@ def test_kernel_decides_ties_past_the_first_word_of_the_path(
     log_probs[:, :34, 1] = -5
     for budget in (64, 110, 1024):
         check_build(numba_library(), log_probs, np.arange(80, dtype=np.int32).reshape(1, 40, 2), budget)
+    check_build(numba_library(), late_tie(), np.zeros((1, 37, 30), np.int32), 97)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ CHUNK = BATCH * LANES
 
 
 class Rows(NamedTuple):
-    """One request's log-probs and the limits of its tree.
+    """One request's log-probs and the limits of its tree; all whole numbers are uint32.
 
     Attributes
     ----------
@@ -27,6 +27,8 @@ class Rows(NamedTuple):
         Ranks a row in shared memory.
     depth, width : int
         Rows, and ranks of each, that the tree may use.
+    budget : int
+        The most nodes that the tree may have beside its root.
     least : float
         The least score of a node; finite, so that -inf is below it.
     seeds : int
@@ -39,6 +41,7 @@ class Rows(NamedTuple):
     staged: Any
     depth: Any
     width: Any
+    budget: Any
     least: Any
     seeds: Any
 

@@ -47,6 +47,8 @@ class Offers(NamedTuple):
     path : uint32 [PATH_WORDS * N]
         Bit string of the slot's own path, word by word.
     path_bits : int32 [N]
+    stride : uint32
+        N.
     """
 
     key: Any
@@ -54,12 +56,13 @@ class Offers(NamedTuple):
     last_child: Any
     path: Any
     path_bits: Any
+    stride: Any
 
 
 @device_routine
 def offer_word(offers: Any, slot: Any, word: Any) -> Any:
     """Word of the bit string of an offer: its parent's path, then the offered rank."""
-    path = offers.path[uint32(word * offers.rank.shape[0] + slot)]
+    path = offers.path[uint32(word * offers.stride + slot)]
     return uint32(path | placed_code(rank_code(offers.rank[slot]), offers.path_bits[slot], word))
 
 
@@ -111,7 +114,7 @@ def child_key(rows: Any, score: Any, row: Any, rank: Any, is_seed: Any) -> Any:
 
 
 @device_routine
-def pop_tree(rows: Any, budget: Any, tree: Any, offers: Any) -> Any:
+def pop_tree(rows: Any, tree: Any, offers: Any) -> Any:
     """Take the best offer until the budget or the offers run out, and return the number of nodes.
 
     The first warp takes part as a whole; the root is in place, and no slot has an offer.
@@ -119,17 +122,16 @@ def pop_tree(rows: Any, budget: Any, tree: Any, offers: Any) -> Any:
     Parameters
     ----------
     rows : Rows
-    budget : int
     tree : TreeTable
     offers : Offers
     """
     lane_id = cuda.threadIdx.x
     taken: Any = uint32(1)
-    root_child = child_key(rows, 0.0, uint32(0), uint32(0), rows.seeds > 0)
+    root_child = child_key(rows, 0.0, uint32(0), uint32(0), rows.seeds > uint32(0))
     # Every lane does the same with the chosen offer, so that none waits for another; what differs
     # is the word of the path that it writes.
     path_word = uint32(min(lane_id, PATH_WORDS - 1))
-    path_start = uint32(path_word * uint32(offers.rank.shape[0]))
+    path_start = uint32(path_word * offers.stride)
     offers.key[0] = root_child
     offers.rank[0] = 0
     offers.path_bits[0] = 0
@@ -141,7 +143,7 @@ def pop_tree(rows: Any, budget: Any, tree: Any, offers: Any) -> Any:
         winner = best_lane(offers, best_key, best_slot)
         slot = uint32(warp_broadcast(int32(best_slot), winner))
         key = offers.key[slot]
-        if key == NO_OFFER or taken > budget:
+        if key == NO_OFFER or taken > rows.budget:
             break
         node = taken
         depth = uint32(tree.depth[slot])

@@ -88,6 +88,8 @@ class Paths(NamedTuple):
         How many a level has, in turns; the last bin that may hold nodes; how many are within it.
     chain : float64 [L + 1]
         Score of the first d places of the top-1 path.
+    room : uint32
+        The capacity.
     """
 
     score: Any
@@ -97,6 +99,7 @@ class Paths(NamedTuple):
     bins: Any
     counters: Any
     chain: Any
+    room: Any
 
 
 @device_routine
@@ -184,7 +187,7 @@ def find_cut(paths: Any, budget: Any) -> None:
     for part in range(_BINS_A_LANE):
         own = int32(own + paths.bins[uint32(uint32(part * LANES) + lane)])
     reached = warp_running_sum(own)
-    lanes = warp_ballot(reached >= budget)
+    lanes = warp_ballot(uint32(reached) >= budget)
     if lanes == uint32(0):
         cut = int32(BINS - 1)
     else:
@@ -193,7 +196,7 @@ def find_cut(paths: Any, budget: Any) -> None:
         member = uint32(lane % uint32(_BINS_A_LANE))
         count = paths.bins[uint32(member * uint32(LANES) + uint32(group))]
         reached = int32(warp_running_sum(count if lane < uint32(_BINS_A_LANE) else int32(0)) + below)
-        members = warp_ballot(reached >= budget)
+        members = warp_ballot(uint32(reached) >= budget)
         cut = int32(group * int32(_BINS_A_LANE) + int32(cuda.ffs(int32(members))) - 1)
     if lane == uint32(0):
         paths.counters[CUT] = cut
@@ -210,17 +213,17 @@ def agree_on_cut(paths: Any, budget: Any) -> Any:
 
 
 @device_routine
-def count_spurs(rows: Any, budget: Any, paths: Any, threads: Any) -> None:
+def count_spurs(rows: Any, paths: Any, threads: Any) -> None:
     """Count the top-1 path and what leaves it in its last place, as far as ranks are staged.
 
     The histogram may count any continuations, as long as it counts none twice.
     """
-    width = uint32(min(min(rows.staged, rows.width), budget))
-    for task in range(uint32(cuda.threadIdx.x), uint32(rows.depth) * width, uint32(threads)):
+    width = min(min(rows.staged, rows.width), rows.budget)
+    for task in range(uint32(cuda.threadIdx.x), uint32(rows.depth * width), uint32(threads)):
         row = uint32(uint32(task) // width)
         rank = uint32(uint32(task) - row * width)
-        if uint32(row + rank) < uint32(budget):
-            if rank == uint32(0) and int32(row) < rows.seeds:
+        if uint32(row + rank) < rows.budget:
+            if rank == uint32(0) and row < rows.seeds:
                 score = float64(rows.seeds)
             else:
                 score = paths.chain[row] + log_prob(rows, row, rank)
@@ -228,32 +231,30 @@ def count_spurs(rows: Any, budget: Any, paths: Any, threads: Any) -> None:
 
 
 @device_routine
-def count_extended_spurs(rows: Any, budget: Any, paths: Any, cut: Any, threads: Any) -> None:
+def count_extended_spurs(rows: Any, paths: Any, cut: Any, threads: Any) -> None:
     """Count what continues the spurs by ranks of 0, within the cut and the bounds."""
-    width = uint32(min(min(rows.staged, rows.width), budget))
-    for task in range(uint32(cuda.threadIdx.x), uint32(rows.depth) * width, uint32(threads)):
+    width = min(min(rows.staged, rows.width), rows.budget)
+    for task in range(uint32(cuda.threadIdx.x), uint32(rows.depth * width), uint32(threads)):
         row = uint32(uint32(task) // width)
         rank = uint32(uint32(task) - row * width)
         score = paths.chain[row] + log_prob(rows, row, rank)
         total = uint32(row + rank + uint32(1))
         row = uint32(row + uint32(1))
-        while rank > uint32(0) and row < uint32(rows.depth):
+        while rank > uint32(0) and row < rows.depth:
             score = score + log_prob(rows, row, uint32(0))
             total = uint32(total + rank + uint32(1))
-            if total > uint32(budget) or score_bin(score, rows.least) > cut:
+            if total > rows.budget or score_bin(score, rows.least) > cut:
                 break
             count_score(paths, score, rows.least)
             row = uint32(row + uint32(1))
 
 
 @device_routine
-def is_child_kept(
-    rows: Any, budget: Any, cut: Any, score: Any, product: Any, total: Any, row: Any, rank: Any
-) -> Any:
+def is_child_kept(rows: Any, cut: Any, score: Any, product: Any, total: Any, row: Any, rank: Any) -> Any:
     """Whether a child may be a node: within the limits, the bounds and the cut, or a seed."""
-    if rank >= uint32(rows.width) or uint32(total + product * (rank + uint32(1))) > uint32(budget):
+    if rank >= rows.width or uint32(total + product * (rank + uint32(1))) > rows.budget:
         return False
-    if product == uint32(1) and rank == uint32(0) and int32(row) < rows.seeds:
+    if product == uint32(1) and rank == uint32(0) and row < rows.seeds:
         return True
     return score_bin(score + log_prob(rows, row, rank), rows.least) <= cut
 
@@ -280,11 +281,11 @@ def store_child(
     total = sum_of(bounds)
     product = uint32(product * (rank + uint32(1)))
     score = score + log_prob(rows, row, rank)
-    if product == uint32(1) and int32(row) < rows.seeds:
-        score = float64(rows.seeds - int32(row))
+    if product == uint32(1) and row < rows.seeds:
+        score = float64(uint32(rows.seeds - row))
     elif counts and deviates and (deviations == uint32(2) or not extended):
         count_score(paths, score, rows.least)
-    if place < uint32(paths.score.shape[0]):
+    if place < paths.room:
         paths.score[place] = score
         paths.origin[place] = origin_word(parent, rank, uint32(row + uint32(1)))
         paths.bounds[place] = bounds_word(product, uint32(total + product), deviations)
@@ -293,7 +294,6 @@ def store_child(
 @device_routine
 def expand_level(
     rows: Any,
-    budget: Any,
     paths: Any,
     row: Any,
     start: Any,
@@ -334,9 +334,7 @@ def expand_level(
             score = paths.chain[row]
         children = uint32(0)
         while True:
-            kept = goes_on and is_child_kept(
-                rows, budget, cut, score, product, total, row, uint32(children + member)
-            )
+            kept = goes_on and is_child_kept(rows, cut, score, product, total, row, uint32(children + member))
             kept_of_team = uint32(cuda.popc(uint32(warp_ballot(kept) & team)))
             goes_on = kept_of_team == size
             children = uint32(children + kept_of_team)
@@ -354,13 +352,13 @@ def expand_level(
 
 
 @device_routine
-def find_paths(rows: Any, budget: Any, paths: Any, threads: Any) -> Any:
+def find_paths(rows: Any, paths: Any, threads: Any) -> Any:
     """Store every continuation that may be a node, and some more; return how many, with the root.
 
     The whole block takes part. 0 where there is no room.
     """
     thread = cuda.threadIdx.x
-    room = uint32(paths.score.shape[0])
+    room = paths.room
     for place in range(thread, BINS, threads):
         paths.bins[place] = 0
     if thread < FOUND_COUNTERS:
@@ -370,48 +368,36 @@ def find_paths(rows: Any, budget: Any, paths: Any, threads: Any) -> Any:
         paths.origin[0] = uint32(0)
         paths.bounds[0] = bounds_word(uint32(1), uint32(0), uint32(0))
     cuda.syncthreads()
-    count_spurs(rows, budget, paths, threads)
-    cut = agree_on_cut(paths, budget)
+    count_spurs(rows, paths, threads)
+    cut = agree_on_cut(paths, rows.budget)
     # Extended spurs spare wide levels what they would find too late; narrow levels do not need that.
-    extended = budget > WIDE_BUDGET
+    extended = rows.budget > uint32(WIDE_BUDGET)
     if extended:
-        count_extended_spurs(rows, budget, paths, cut, threads)
-        cut = agree_on_cut(paths, budget)
+        count_extended_spurs(rows, paths, cut, threads)
+        cut = agree_on_cut(paths, rows.budget)
     cut_before = int32(BINS)
-    counted = int32(0)
+    counted = uint32(0)
     stored = uint32(room + uint32(1))
     while stored > room and cut < cut_before:
         cut_before = cut
         start = uint32(0)
         stored = uint32(1)
         stored_at_cut = uint32(1)
-        row = int32(0)
+        row = uint32(0)
         while row < rows.depth and start < stored and stored <= room:
             # Three counters take turns: one counts, one may still be read, and one is made 0.
-            counter = int32(row % 3)
+            counter = uint32(row % uint32(FOUND_COUNTERS))
             if thread == 0:
-                paths.counters[int32((row + 1) % 3)] = 0
-            expand_level(
-                rows,
-                budget,
-                paths,
-                uint32(row),
-                start,
-                stored,
-                cut,
-                row >= counted,
-                extended,
-                counter,
-                threads,
-            )
+                paths.counters[uint32(uint32(row + uint32(1)) % uint32(FOUND_COUNTERS))] = 0
+            expand_level(rows, paths, row, start, stored, cut, row >= counted, extended, counter, threads)
             cuda.syncthreads()
             start = stored
             stored = uint32(stored + uint32(paths.counters[counter]))
-            row = int32(row + 1)
+            row = uint32(row + uint32(1))
             counted = max(counted, row)
             # A cut takes as long as a level, and little is won by few.
-            if stored > room or uint32(stored - stored_at_cut) > uint32(budget) // uint32(2):
-                cut = agree_on_cut(paths, budget)
+            if stored > room or uint32(stored - stored_at_cut) > uint32(rows.budget >> uint32(1)):
+                cut = agree_on_cut(paths, rows.budget)
                 stored_at_cut = stored
         if stored > room:
             cuda.syncthreads()
@@ -464,15 +450,18 @@ def sort_paths(paths: Any, stored: Any, threads: Any) -> Any:
     The whole block takes part. A bitonic network: pairs less than 64 apart are a warp's own, and
     need no barrier of the block.
     """
-    thread = cuda.threadIdx.x
-    lane = uint32(cuda.threadIdx.x) % uint32(LANES)
+    thread = uint32(cuda.threadIdx.x)
+    lane = uint32(thread % uint32(LANES))
     cut = paths.counters[CUT]
     if thread == 0:
         paths.counters[KEPT] = 0
     cuda.syncthreads()
-    for first in range(1, stored, threads):
-        place = int32(int32(first) + thread)
-        keeps = place < stored and score_bin(paths.score[min(place, stored - 1)], -np.inf) <= cut
+    first = uint32(1)
+    while first < stored:
+        place = uint32(first + thread)
+        keeps = place < stored
+        if keeps:
+            keeps = score_bin(paths.score[place], -np.inf) <= cut
         lanes = warp_ballot(keeps)
         base = int32(0)
         if lane == uint32(0):
@@ -481,19 +470,20 @@ def sort_paths(paths: Any, stored: Any, threads: Any) -> Any:
         if keeps:
             earlier = uint32(lanes & uint32((uint32(1) << lane) - uint32(1)))
             paths.order[uint32(uint32(base) + uint32(cuda.popc(earlier)))] = place
+        first = uint32(first + uint32(threads))
     cuda.syncthreads()
-    kept = paths.counters[KEPT]
+    kept = uint32(paths.counters[KEPT])
     size = uint32(2)
-    while size < uint32(kept):
+    while size < kept:
         size = uint32(size + size)
-    for place in range(kept + thread, size, threads):
-        paths.order[uint32(place)] = 0
+    for place in range(kept + thread, size, uint32(threads)):
+        paths.order[place] = 0
     cuda.syncthreads()
     run = uint32(2)
     while run <= size:
         stride = uint32(run >> uint32(1))
         while stride > uint32(0):
-            for pair in range(uint32(thread), uint32(size >> uint32(1)), uint32(threads)):
+            for pair in range(thread, uint32(size >> uint32(1)), uint32(threads)):
                 inner = uint32(uint32(pair) & uint32(stride - uint32(1)))
                 low = uint32(((uint32(pair) - inner) << uint32(1)) + inner)
                 high = uint32(low + stride)
@@ -517,13 +507,13 @@ def sort_paths(paths: Any, stored: Any, threads: Any) -> Any:
 @device_routine
 def place_nodes(paths: Any, count: Any, tree: Any, threads: Any) -> None:
     """Write the first `count` continuations in order as a tree's nodes; the whole block takes part."""
-    thread = cuda.threadIdx.x
+    thread = uint32(cuda.threadIdx.x)
     if thread == 0:
         paths.bounds[0] = uint32(0)
-    for index in range(uint32(thread), uint32(count), uint32(threads)):
+    for index in range(thread, count, uint32(threads)):
         paths.bounds[paths.order[index]] = uint32(uint32(index) + uint32(1))
     cuda.syncthreads()
-    for index in range(uint32(thread), uint32(count), uint32(threads)):
+    for index in range(thread, count, uint32(threads)):
         place = uint32(paths.order[index])
         node = uint32(uint32(index) + uint32(1))
         origin = paths.origin[place]

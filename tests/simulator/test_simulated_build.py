@@ -9,6 +9,7 @@ from build_checks import (
     SEARCHES,
     bad_options,
     check_options,
+    late_tie,
     make_options,
     make_rows,
     use_search,
@@ -64,12 +65,11 @@ def test_spurs_are_extended_for_large_budgets(rng: np.random.Generator) -> None:
 
 
 def test_equal_offers_in_two_groups_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
-    # One after the other: all scores are 0, paths have their first 34 places in common, and offers
-    # stand in slots of several groups.
     use_search(monkeypatch, "popping")
-    log_probs = np.zeros((1, 40, 2), np.float32)
-    log_probs[:, :34, 1] = -5
-    check_build(numba_library(), log_probs, np.arange(80, dtype=np.int32).reshape(1, 40, 2), 110)
+    log_probs = np.zeros((1, 36, 2), np.float32)
+    log_probs[:, :30, 1] = -5
+    check_build(numba_library(), log_probs, np.arange(72, dtype=np.int32).reshape(1, 36, 2), 72)
+    check_build(numba_library(), late_tie(), np.zeros((1, 37, 30), np.int32), 97)
 
 
 def test_log_probs_above_0_end_the_search(rng: np.random.Generator) -> None:
