@@ -112,9 +112,8 @@ def compact_kv_kernel(  # type: ignore[no-untyped-def]
             if page >= 0:
                 s_rows[thread] = address + page * block_stride + int64(slot % block_size) * row_stride
         cuda.syncthreads()
-        if thread < TILE_ROWS and (s_source[thread] == NO_ROW or s_target[thread] == NO_ROW):
-            s_source[thread] = NO_ROW
-            s_target[thread] = NO_ROW
+        if thread < TILE_ROWS and s_source[thread] == NO_ROW:
+            s_target[thread] = NO_ROW  # nothing is written that was not read
         cuda.syncthreads()
         rows = uint32(min(int32(length - first), int32(TILE_ROWS)))
         if misfit & 15 == 0:
