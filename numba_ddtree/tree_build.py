@@ -327,6 +327,27 @@ BUILD_TREE = Kernel(
 )
 
 
+class Settings(NamedTuple):
+    """What is the same for all requests of a call.
+
+    Attributes
+    ----------
+    budget : int
+        Where there is no array of budgets.
+    least : float
+        The least score, where there is no array of them.
+    chain_seed : bool
+    draft_cost : float
+    max_budget : int
+    """
+
+    budget: int
+    least: float
+    chain_seed: bool
+    draft_cost: float
+    max_budget: int
+
+
 def build_tree(
     draft_log_probs: Array,
     draft_token_ids: Array,
@@ -448,32 +469,11 @@ def build_tree(
             raise ArgumentError("out.max_depth", out.max_depth, f"{depth}, as L is")
     if placement.on_host or validate:
         host = _host_inputs(views, settings)
-        check_values(host, settings.draft_cost, max_budget)
+        _check_values(host, settings.draft_cost, max_budget)
         if runs_reference:
             tree = _reference_tree(host, settings)
             return tree if out is None else tree.copy_to(out)
     return _launch(placement, views, settings, out, stream)
-
-
-class Settings(NamedTuple):
-    """What is the same for all requests of a call.
-
-    Attributes
-    ----------
-    budget : int
-        Where there is no array of budgets.
-    least : float
-        The least score, where there is no array of them.
-    chain_seed : bool
-    draft_cost : float
-    max_budget : int
-    """
-
-    budget: int
-    least: float
-    chain_seed: bool
-    draft_cost: float
-    max_budget: int
 
 
 def _checked(views: dict[str, Any], max_budget: int) -> dict[str, Any]:
@@ -541,14 +541,12 @@ def _host_inputs(views: dict[str, Any], settings: Settings) -> dict[str, Any]:
         "max_candidates": np.int32(width),
         "min_log_prob": np.float64(settings.least),
     }
-    return {
-        name: to_host(name, view)
-        if view is not None
-        else None
-        if name == "verify_cost"
-        else np.full(batch, defaults[name])
-        for name, view in views.items()
-    }
+    host: dict[str, Any] = {name: np.full(batch, value) for name, value in defaults.items()}
+    return (
+        {"verify_cost": None}
+        | host
+        | {name: to_host(name, view) for name, view in views.items() if view is not None}
+    )
 
 
 def _reference_tree(host: dict[str, Any], settings: Settings) -> DraftTree:
@@ -569,7 +567,7 @@ def _reference_tree(host: dict[str, Any], settings: Settings) -> DraftTree:
     return DraftTree(**arrays._asdict(), max_depth=host["draft_log_probs"].shape[1])
 
 
-def check_values(host: dict[str, Any], draft_cost: float, max_budget: int) -> None:
+def _check_values(host: dict[str, Any], draft_cost: float, max_budget: int) -> None:
     """Raise for the first value that would end in a bad status."""
     log_probs, tokens = host["draft_log_probs"], host["draft_token_ids"]
     _, depth, width = log_probs.shape

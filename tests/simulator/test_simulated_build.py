@@ -79,6 +79,23 @@ def test_log_probs_above_0_end_the_search(rng: np.random.Generator) -> None:
     assert tree.depths[0].tolist() == [0, 1, 2, 1, 2, 2, 2]
 
 
+def test_an_equal_ratio_ends_the_tree() -> None:
+    # Probabilities of 1: the third node is the first that leaves the ratio as it is.
+    tree = check_options(
+        numba_library(),
+        np.zeros((1, 2, 3), np.float32),
+        np.arange(6, dtype=np.int32).reshape(1, 2, 3),
+        np.array([8], np.int32),
+        8,
+        verify_cost=np.array([1, 1.5, 1.5, 2, 2, 1, 1, 1, 1.0]),
+        draft_cost=0.0,
+    )
+    assert tree.num_nodes[0] == 3
+    # What is left has no links to what was given up.
+    assert tree.first_child[0, :3].max() < 3
+    assert tree.next_sibling[0, :3].max() < 3
+
+
 @pytest.mark.parametrize("case", bad_options(2, 3, 5))
 def test_bad_options(rng: np.random.Generator, case: str) -> None:
     options, fault = bad_options(2, 3, 5)[case]
