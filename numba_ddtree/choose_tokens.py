@@ -337,13 +337,55 @@ def find_cut(  # type: ignore[no-untyped-def]
         if s_found[0] < 0:
             return lowest
         prefix |= uint64(s_found[0]) << uint64(shift)
-        target = int64(s_found[3] - s_found[1])
+        target = s_found[3] - s_found[1]
         fraction = float64(1)
         is_whole = s_found[2] == target
         cuda.syncthreads()  # all have read what the next pass overwrites
         if is_whole:
             break
     return max(prefix, lowest)
+
+
+@device_routine
+def cut_of_row(  # type: ignore[no-untyped-def]
+    logits,
+    start,
+    is_aligned,
+    token_bitmask,
+    mask_start,
+    key_bits,
+    top_k,
+    top_p,
+    best,
+    inverse_temperature,
+    s_low,
+    s_high,
+    s_sums,
+    s_found,
+):
+    """Find a `place_key` at which top-k, then top-p cut a row off: tokens of lower keys go."""
+    cut = uint64(0)
+    for is_top_p in range(2):
+        if (top_p < float32(1)) if is_top_p else (top_k > 0):
+            cut = find_cut(
+                logits,
+                start,
+                is_aligned,
+                token_bitmask,
+                mask_start,
+                key_bits,
+                cut,
+                is_top_p,
+                int64(top_k),
+                float64(top_p) if is_top_p else float64(1),
+                best,
+                inverse_temperature,
+                s_low,
+                s_high,
+                s_sums,
+                s_found,
+            )
+    return cut
 
 
 @device_routine
@@ -634,29 +676,22 @@ def filter_and_draw_kernel(  # type: ignore[no-untyped-def]
         best = best_of_row(logits, start, is_aligned, token_bitmask, mask_start, s_key)
         token = token_of_key(best)
         if temperature > float32(0) and token != NO_TOKEN:
-            best_value = key_value(uint32(best >> uint64(32)))
-            inverse = reciprocal32(temperature)
-            cut = uint64(0)
-            for is_top_p in range(2):
-                if (top_p < float32(1)) if is_top_p else (top_k > 0):
-                    cut = find_cut(
-                        logits,
-                        start,
-                        is_aligned,
-                        token_bitmask,
-                        mask_start,
-                        key_bits,
-                        cut,
-                        is_top_p,
-                        int64(top_k),
-                        float64(top_p) if is_top_p else float64(1),
-                        best_value,
-                        inverse,
-                        s_low,
-                        s_high,
-                        s_sums,
-                        s_found,
-                    )
+            cut = cut_of_row(
+                logits,
+                start,
+                is_aligned,
+                token_bitmask,
+                mask_start,
+                key_bits,
+                top_k,
+                top_p,
+                key_value(uint32(best >> uint64(32))),
+                reciprocal32(temperature),
+                s_low,
+                s_high,
+                s_sums,
+                s_found,
+            )
             token = draw_from_row(
                 logits,
                 start,
