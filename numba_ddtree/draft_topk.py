@@ -62,7 +62,7 @@ MAX_VOCABULARY = 2**18
 # Within these, log2(e) / temperature and its rest are numbers of full precision in float32.
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-30, 1e30
 
-THREADS = block_threads(256)
+THREADS = block_threads(256)  # a power of two
 BLOCKS_PER_PROCESSOR = 3
 QUADS = 4  # loads in flight, for each thread
 TILE = THREADS * QUADS * 4  # neighbouring numbers that a block looks at at a time
@@ -367,9 +367,10 @@ def scan_quad(  # type: ignore[no-untyped-def]
 
 @device_routine
 def temperature_of(temperatures, default_temperature, request):  # type: ignore[no-untyped-def]
-    """Temperature of a request, float64; NaN where it is out of range."""
+    """Temperature of a request, float64, and whether it is in range; 1 where it is not."""
     temperature = float64(temperatures[request] if is_given(temperatures) else default_temperature)
-    return temperature if LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE else float64(np.nan)
+    is_right = temperature >= LOWEST_TEMPERATURE and temperature <= HIGHEST_TEMPERATURE
+    return temperature if is_right else float64(1), is_right
 
 
 def scan_logits_kernel(  # type: ignore[no-untyped-def]
@@ -397,7 +398,8 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
         tile = int32(begin - row * row_tiles)
         last = int32(min(row_tiles, tile + end - begin))
         begin = int32(begin + last - tile)
-        temperature = temperature_of(temperatures, default_temperature, uint32(row) // uint32(depth))
+        request = uint32(row) // uint32(depth)
+        temperature, _ = temperature_of(temperatures, default_temperature, request)
         scale = exponent_scale(temperature)
         start = int64(row) * int64(length)
         mask_start = int64(uint32(row) // uint32(rows_per_mask)) * int64((length + 31) >> 5)
@@ -513,7 +515,7 @@ def merge_pieces_kernel(  # type: ignore[no-untyped-def]
     request, position = row // depth, row % depth
     shared = split_shared()
     s_state, _, _, _, s_scale, s_sums, s_keys = shared
-    temperature = temperature_of(temperatures, default_temperature, request)
+    temperature, is_right = temperature_of(temperatures, default_temperature, request)
     tiles = int64(log_probs.shape[0]) * int64(depth) * int64(row_tiles)
     first_tile = int64(row) * int64(row_tiles)
     first_piece = uint32(row + piece_of(first_tile, tiles, blocks))
@@ -552,8 +554,8 @@ def merge_pieces_kernel(  # type: ignore[no-untyped-def]
     sort_keys(s_keys, padded)
 
     best = key_value(s_keys[0])
-    is_row = s_state[BAD] == 0 and temperature == temperature
-    log_sum = float64(0)
+    is_row = s_state[BAD] == 0 and is_right
+    log_sum: Any = float64(0)
     if is_row and best > -INFINITY:
         others = relative(s_sums[uint32(thread)], s_scale[REFERENCE], best, temperature)
         for piece in range(uint32(first_piece + uint32(thread)), end_piece, uint32(THREADS)):
@@ -722,7 +724,7 @@ def draft_topk(
         raise ArgumentError("out", type(out).__name__, "a numba_ddtree.DraftCandidates")
     runs_reference = use_reference(backend, placement)
     if placement.on_host or validate:
-        host = [None if view is None else to_host(name, view) for name, view in views.items()]
+        host: list[Any] = [None if view is None else to_host(name, view) for name, view in views.items()]
         _check_values(*host)
         if runs_reference:
             result = DraftCandidates(*reference.draft_topk(host[0], k, *_with_defaults(host, default)))
@@ -772,9 +774,11 @@ def _check_values(
         for index in first_where(is_bad):
             raise ArgumentError(at("temperature", index), temperatures[index], _TEMPERATURE_RANGE)
     is_allowed = True if bitmask is None else reference.allowed_tokens(bitmask, logits.shape)
-    named = (("logits", logits, ~(logits < np.inf) & is_allowed),)
+    named: list[tuple[str, NDArray[Any], NDArray[np.bool_]]] = [
+        ("logits", logits, ~(logits < np.inf) & is_allowed)
+    ]
     if bias is not None:
-        named += (("bias", bias, ~(bias < np.inf)),)
+        named.append(("bias", bias, ~(bias < np.inf)))
     for name, array, is_bad in named:
         for index in first_where(is_bad):
             raise ArgumentError(at(name, index), array[index], "a number or -inf, not NaN and not +inf")
@@ -853,7 +857,8 @@ def _launch(
 
 def _workspace(transfer: Transfer, shape: tuple[int, ...], k: int, workspace: Array | None) -> Any:
     """Return the caller's workspace as the kernels' argument, or a new one."""
-    wanted = draft_topk_workspace_shape(*shape, k)
+    batch, depth, vocabulary = shape
+    wanted = draft_topk_workspace_shape(batch, depth, vocabulary, k)
     if workspace is None:
         return transfer.scratch(wanted, np.int64)
     placement, views = gather(workspace=workspace)

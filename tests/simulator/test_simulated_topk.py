@@ -1,0 +1,83 @@
+"""The best candidates in the simulator, at sizes that it bears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_checks import Library, numba_library, numpy_library
+from topk_checks import DTYPES, ROW_KINDS, bad_rows, check_topk, make_logits, make_mask, make_rows
+
+from numba_ddtree import ArgumentError
+from numba_ddtree.cuda_target import SIMULATED
+from numba_ddtree.draft_topk import TILE, draft_topk, draft_topk_workspace_shape
+
+pytestmark = [
+    pytest.mark.skipif(not SIMULATED, reason="the simulator is off"),
+    pytest.mark.usefixtures("poisoned_allocations"),
+]
+
+
+@pytest.fixture
+def device() -> Library:
+    return numba_library()
+
+
+def test_rows_of_every_kind(rng: np.random.Generator, device: Library) -> None:
+    V = 2 * TILE + 37
+    rows = np.stack([make_rows(rng, kind, 1, V) for kind in ROW_KINDS])
+    temperatures = rng.choice([0.1, 1.0, 7.0], len(rows)).astype(np.float32)
+    check_topk(device, rows, 9, temperature=temperatures)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("V", "k"), [(1, 1), (3, 2), (TILE - 1, 1), (TILE, 2), (TILE + 1, TILE + 1), (1601, 30)]
+)
+def test_sizes_and_dtypes(rng: np.random.Generator, device: Library, V: int, k: int, dtype: Any) -> None:
+    check_topk(device, make_logits(rng, 1, 3, V, dtype), k)
+
+
+@pytest.mark.parametrize("kind", ["ascending", "descending", "equal", "few_values"])
+def test_thresholds_that_rise_with_every_tile(rng: np.random.Generator, device: Library, kind: str) -> None:
+    check_topk(device, make_rows(rng, kind, 1, 6 * TILE + 5)[None], 40)
+
+
+def test_host_arrays(rng: np.random.Generator) -> None:
+    check_topk(numpy_library(), make_logits(rng, 1, 2, 300), 5)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2,)])
+def test_masks_and_biases(rng: np.random.Generator, device: Library, shape: tuple[int, ...]) -> None:
+    V = TILE + 70
+    bias = np.where(rng.random(V) < 0.1, -np.inf, rng.normal(size=V)).astype(np.float32)
+    mask = make_mask(rng, *shape, V=V)
+    check_topk(device, make_logits(rng, 2, 2, V), 30, token_bitmask=mask, bias=bias, temperature=0.7)
+
+
+def test_rows_that_are_none(rng: np.random.Generator, device: Library) -> None:
+    got = check_topk(device, bad_rows(rng, 4, 700), 10)
+    assert np.isnan(got.log_probs[0, 1::2]).all()
+    with pytest.raises(ArgumentError, match=r"^logits\[0, 1, \d+\]"):
+        draft_topk(device.put(bad_rows(rng, 2, 99)), 3, validate=True)
+
+
+def test_temperatures_out_of_range(rng: np.random.Generator, device: Library) -> None:
+    temperatures = np.array([1, 0, -1, np.nan, 1e31], np.float32)
+    logits = make_rows(rng, "normal", 5, 2 * TILE)[:, None]
+    got = draft_topk(device.put(logits), 5, temperature=device.put(temperatures))
+    assert np.isnan(device.get(got.log_probs)).all(axis=(1, 2)).tolist() == [False, *[True] * 4]
+
+
+def test_workspaces(rng: np.random.Generator, device: Library) -> None:
+    logits = make_logits(rng, 2, 1, 600)
+    shape = draft_topk_workspace_shape(2, 1, 600, 5)
+    check_topk(device, logits, 5, workspace=device.put(np.full(shape, -1, np.int64)))
+    with pytest.raises(ArgumentError, match=r"^workspace: got int64 .*expected int64 of shape \[pieces = "):
+        draft_topk(device.put(logits), 5, workspace=device.put(np.zeros((1, 1), np.int64)))
+
+
+def test_empty_batch(device: Library) -> None:
+    got = draft_topk(device.put(np.zeros((0, 2, 9), np.float32)), 3)
+    assert device.get(got.token_ids).shape == (0, 2, 3)
