@@ -39,7 +39,7 @@ from numba_ddtree.cuda_target import (
     uint16,
     uint32,
 )
-from numba_ddtree.device.bits import write_ancestor_bits
+from numba_ddtree.device.bits import clear_ancestor_bits, write_ancestor_bits
 from numba_ddtree.device.draft_rows import (
     INVALID_FLAG,
     NAN_FLAG,
@@ -217,6 +217,7 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
         s_flags[thread] = 0
     cuda.syncthreads()
     stage_log_probs(log_probs, request, s_log_probs, staged, s_flags, WARPS)
+    clear_ancestor_bits(ancestor_bits, request, THREADS)
     if is_in_range and verify_cost.shape[0] > 0:
         for nodes in range(thread, uint32(budget + 1), uint32(THREADS)):
             if not 0.0 < round_cost(verify_cost, draft_cost, nodes) < np.inf:
@@ -230,7 +231,7 @@ def build_tree_kernel(  # type: ignore[no-untyped-def]
         code = int32(TreeStatus.NAN)
     elif s_flags[INVALID_FLAG] != 0:
         code = int32(TreeStatus.INVALID)
-    elif log_probs[request, 0, 0] == float32(-np.inf):
+    elif s_log_probs[0] == float32(-np.inf):
         code = int32(TreeStatus.NO_CANDIDATE)
 
     count = int32(1)

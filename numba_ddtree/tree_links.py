@@ -22,7 +22,7 @@ from numba_ddtree.arrays import (
     to_host,
 )
 from numba_ddtree.cuda_target import cuda, int32
-from numba_ddtree.device.bits import write_ancestor_bits
+from numba_ddtree.device.bits import clear_ancestor_bits, write_ancestor_bits
 from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, block_threads
@@ -77,6 +77,7 @@ def tree_links_kernel(  # type: ignore[no-untyped-def]
     s_next_sibling = s_words[2 * slots : 3 * slots]
     s_fault = s_words[3 * slots : 3 * slots + FAULTS]  # a word for each check, since checks overlap in time
 
+    clear_ancestor_bits(ancestor_bits, request, THREADS)
     count = given_num_nodes[request] if given_num_nodes.shape[0] > 0 else int32(slots)
     prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
     if thread == 0:

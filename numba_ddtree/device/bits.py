@@ -91,20 +91,8 @@ def placed_code(code: Any, start: Any, word: Any) -> Any:
 
 
 @device_function
-def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count: Any, threads: Any) -> None:
-    """Write a request's ancestor bits from its parents in shared memory; the whole block takes part.
-
-    Parameters
-    ----------
-    ancestor_bits : uint32 [B, N, words]
-    request : int
-    s_parents : int32 [N]
-        An earlier slot for each node below `count`, -1 for the root.
-    count : int
-        Nodes in use; the rows after that become zero.
-    threads : int
-        Threads of the block.
-    """
+def clear_ancestor_bits(ancestor_bits: Any, request: Any, threads: Any) -> None:
+    """Make a request's ancestor bits 0, as `write_ancestor_bits` wants them; the whole block takes part."""
     slots, words = uint32(ancestor_bits.shape[1]), uint32(ancestor_bits.shape[2])
     # A warp a row, since dividing a running index by a row's length costs more than writing it.
     lane = uint32(cuda.threadIdx.x) % uint32(LANES)
@@ -112,7 +100,24 @@ def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count:
     for slot in range(warp, slots, uint32(threads // LANES)):
         for word in range(lane, words, uint32(LANES)):
             ancestor_bits[request, uint32(slot), uint32(word)] = np.uint32(0)
-    cuda.syncthreads()
+
+
+@device_function
+def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count: Any, threads: Any) -> None:
+    """Write a request's ancestor bits from its parents in shared memory; the whole block takes part.
+
+    Parameters
+    ----------
+    ancestor_bits : uint32 [B, N, words]
+        Cleared, with a barrier since.
+    request : int
+    s_parents : int32 [N]
+        An earlier slot for each node below `count`, -1 for the root.
+    count : int
+        Nodes in use.
+    threads : int
+        Threads of the block.
+    """
     for node in range(cuda.threadIdx.x, count, threads):
         # Indices fall on the way to the root, so that each word is complete when the walk leaves it.
         word = node >> 5

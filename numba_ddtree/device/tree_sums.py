@@ -223,10 +223,7 @@ def count_spurs(rows: Any, paths: Any, threads: Any) -> None:
         row = uint32(uint32(task) // width)
         rank = uint32(uint32(task) - row * width)
         if uint32(row + rank) < rows.budget:
-            if rank == uint32(0) and row < rows.seeds:
-                score = float64(rows.seeds)
-            else:
-                score = paths.chain[row] + log_prob(rows, row, rank)
+            score = paths.chain[row] + log_prob(rows, row, rank)
             count_score(paths, score, rows.least)
 
 

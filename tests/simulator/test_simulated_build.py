@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from build_checks import (
@@ -18,8 +20,9 @@ from kernel_checks import check_build, numba_library
 
 import numba_ddtree
 from inputs import LOG_PROB_KINDS, make_token_ids
-from numba_ddtree import ArgumentError, TreeStatus
-from numba_ddtree.cuda_target import SIMULATED
+from numba_ddtree import ArgumentError, TreeStatus, tree_build
+from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.device import tree_sums
 
 pytestmark = [
     pytest.mark.skipif(not SIMULATED, reason="the simulator is off"),
@@ -43,13 +46,26 @@ def test_every_kind_and_option(
         )
 
 
-@pytest.mark.parametrize("search", ["tight", "popping"])
-def test_many_levels_that_do_not_fit(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, search: str
-) -> None:
-    use_search(monkeypatch, search)
-    log_probs = np.concatenate([make_rows(rng, kind, 6, 8) for kind in ("realistic", "plateau")])
-    check_build(numba_library(), log_probs, make_token_ids(rng, 2, 6, 8), 40)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_levels_that_do_not_fit_are_made_anew(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows: list[int] = []
+    expand_level = tree_sums.expand_level
+
+    def recording(draft: Any, paths: Any, row: Any, *args: Any) -> None:
+        if cuda.threadIdx.x == 0:
+            rows.append(int(row))
+        expand_level(draft, paths, row, *args)
+
+    def refusing(*args: Any) -> None:
+        pytest.fail("nodes are popped one by one, though there is room for twice the budget")
+
+    monkeypatch.setattr(tree_build, "capacity_for", lambda budget: 2 * budget)
+    monkeypatch.setattr(tree_build, "pop_tree", refusing)
+    monkeypatch.setattr(tree_sums, "expand_level", recording)
+    log_probs = make_rows(rng, "realistic", 6, 8)
+    check_build(numba_library(), log_probs, make_token_ids(rng, 1, 6, 8), 40)
+    assert rows.count(0) > 1
 
 
 def test_spurs_are_extended_for_large_budgets(rng: np.random.Generator) -> None:
