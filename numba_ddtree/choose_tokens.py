@@ -343,7 +343,7 @@ def find_cut(  # type: ignore[no-untyped-def]
         cuda.syncthreads()  # all have read what the next pass overwrites
         if is_whole:
             break
-    return max(prefix, lowest)
+    return prefix
 
 
 @device_routine
@@ -722,7 +722,7 @@ def _signatures(rest: str) -> tuple[str, ...]:
 CHOOSE_BEST = Kernel(choose_best_kernel, _signatures(""), THREADS, blocks_per_processor=6)
 _DRAW = "int32[:, ::1], int32[::1], int32[::1], int32[::1], "
 DRAW_TOKENS = Kernel(
-    draw_tokens_kernel, _signatures(_DRAW + "int64, float32, "), THREADS, blocks_per_processor=4
+    draw_tokens_kernel, _signatures(_DRAW + "int64, float32, "), THREADS, blocks_per_processor=3
 )
 FILTER_AND_DRAW = Kernel(
     filter_and_draw_kernel,

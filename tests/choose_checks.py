@@ -211,14 +211,28 @@ def make_cut_cases(rng: np.random.Generator, rows: int, V: int) -> dict[str, NDA
     kinds = [kind for kind in LOGIT_KINDS if kind != "wild"]
     given = make_settings(rng, rows, 1, V)
     logits = [make_logits(rng, kinds[row % len(kinds)], (1, V), np.float32) for row in range(rows)]
-    return {
+    cases = {
         "logits": np.concatenate(logits),
         "temperature": rng.choice([0.3, 1, 1, 2, 50, 1e-6], rows).astype(np.float32),
         "top_k": given["top_k"],
         "top_p": given["top_p"],
     }
+    # Tokens of equal masses just below 2^32 units, whose sum is all carries; and a top-p of a few of many.
+    cases["logits"][0] = -5.6
+    cases["logits"][0, -1] = 0
+    cases["logits"][1] = rng.normal(size=V) * 1e-3
+    cases["temperature"][:2], cases["top_p"][:2], cases["top_k"][:2] = 1, 0.9, (0, V // 4)
+    return cases
 
 
-def close_logits(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Logits a few ulps apart: at low temperatures float32 cannot tell their scores."""
-    return (3 + rng.integers(0, 3, shape) * np.spacing(np.float32(3))).astype(np.float32)
+def check_close_scores(library: Library, rng: np.random.Generator, nodes: int) -> None:
+    """Check draws of logits a few ulps apart, at temperatures at which float32 mixes up their scores."""
+    from numba_ddtree.choose_tokens import THREADS
+
+    shape = 2, nodes, 12 * 8 * THREADS
+    logits = 3 + rng.integers(0, 64, shape) * np.spacing(np.float32(3))
+    # All of one thread's: it has to tell its own tokens apart.
+    logits[0, :, np.arange(shape[-1]) // 8 % THREADS != 0] = -np.inf
+    positions = rng.integers(0, 2**31, shape[:2]).astype(np.int32)
+    for temperature in (1.5e-7, 2e-7, 3e-7, 1e-20):
+        check_choose(library, logits.astype(np.float32), temperature=temperature, positions=positions)

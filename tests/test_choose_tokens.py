@@ -12,10 +12,10 @@ from choose_checks import (
     NOISE_EDGES,
     check_bad_requests,
     check_choose,
+    check_close_scores,
     check_counts_beyond_the_slots,
     check_cuts,
     check_noise,
-    close_logits,
     make_cut_cases,
     make_logits,
     make_settings,
@@ -359,11 +359,7 @@ def test_kernels_on_whole_vocabularies(rng: np.random.Generator, dtype: Any, kin
 
 @pytest.mark.gpu
 def test_kernels_where_scores_are_too_close_for_float32(rng: np.random.Generator) -> None:
-    # The slack of a score is 2^-20 of the scaled logit: a few units here, which noise decides within.
-    positions = rng.integers(0, 2**31, (4, 6)).astype(np.int32)
-    for temperature in (1e-5, 1e-6, 1e-7, 1e-20):
-        logits = close_logits(rng, (4, 6, 20_000))
-        check_choose(numba_library(), logits, temperature=temperature, positions=positions)
+    check_close_scores(numba_library(), rng, nodes=8)
 
 
 @pytest.mark.gpu

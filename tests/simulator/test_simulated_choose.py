@@ -12,10 +12,10 @@ from choose_checks import (
     NOISE_EDGES,
     check_bad_requests,
     check_choose,
+    check_close_scores,
     check_counts_beyond_the_slots,
     check_cuts,
     check_noise,
-    close_logits,
     make_cut_cases,
     make_logits,
     make_settings,
@@ -77,10 +77,7 @@ def test_draws_from_what_filters_leave(rng: np.random.Generator, device: Library
 
 
 def test_draws_of_scores_too_close_for_float32(rng: np.random.Generator) -> None:
-    shape = 1, 4, 800  # of more than one vector of eight a thread
-    positions = rng.integers(0, 2**31, shape[:2]).astype(np.int32)
-    for temperature in (1e-6, 1e-7):
-        check_choose(numba_library(), close_logits(rng, shape), temperature=temperature, positions=positions)
+    check_close_scores(numba_library(), rng, nodes=3)
 
 
 def test_cuts(rng: np.random.Generator) -> None:
