@@ -49,6 +49,7 @@ from numba_ddtree.cuda_target import (
 from numba_ddtree.device.exponentials import bound_terms, exponent_scale, exponential
 from numba_ddtree.device.floats import double_bits, double_of_bits, float_bits, float_of_bits
 from numba_ddtree.device.quads import is_given, load_quad, load_quad_within, quad_floats
+from numba_ddtree.device.rows import maximum
 from numba_ddtree.device.warp import LANES, warp_running_sum
 from numba_ddtree.devices import device_context, multiprocessors, use_reference
 from numba_ddtree.errors import ArgumentError
@@ -305,11 +306,11 @@ def numbers_of(quad, column, logits, bias, token_bitmask, mask_start):  # type: 
 
 
 @device_routine
-def load(logits, start, column, length, is_inside):  # type: ignore[no-untyped-def]
-    """Quad that begins at a column of the row that begins at `start`; `is_inside`: all of its tile is."""
+def load(logits, place, column, length, is_inside):  # type: ignore[no-untyped-def]
+    """Quad at a place among all logits, that is, at a column of its row; `is_inside`: all of its tile is."""
     if is_inside:
-        return load_quad(logits, start + int64(column))
-    return load_quad_within(logits, start + int64(column), column, length)
+        return load_quad(logits, place)
+    return load_quad_within(logits, place, column, length)
 
 
 @device_routine
@@ -333,8 +334,8 @@ def scan_quad(  # type: ignore[no-untyped-def]
     """
     a, b, c, d = numbers
     _, floor, _ = terms
-    # So that NaN is above every threshold, and everything is above a threshold that is NaN.
-    if not ((a <= threshold) & (b <= threshold) & (c <= threshold) & (d <= threshold)):
+    # The maximum is NaN if one is, so that NaN is above every threshold, and all above one that is NaN.
+    if not maximum(maximum(a, b), maximum(c, d)) <= threshold:
         a_enters = enters(a, column, length, threshold, s_state)
         b_enters = enters(b, int32(column + 1), length, threshold, s_state)
         c_enters = enters(c, int32(column + 2), length, threshold, s_state)
@@ -412,13 +413,11 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
             threshold = s_bound[THRESHOLD]
             terms = s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER]
             column = int32(tile * TILE + offset)
-            quad_0 = load_quad_within(logits, start + int64(column), column, length)
-            place = int32(column + 4 * THREADS)
-            quad_1 = load_quad_within(logits, start + int64(place), place, length)
-            place = int32(column + 8 * THREADS)
-            quad_2 = load_quad_within(logits, start + int64(place), place, length)
-            place = int32(column + 12 * THREADS)
-            quad_3 = load_quad_within(logits, start + int64(place), place, length)
+            place = start + int64(column)
+            quad_0 = load_quad_within(logits, place, column, length)
+            quad_1 = load_quad_within(logits, place + 4 * THREADS, int32(column + 4 * THREADS), length)
+            quad_2 = load_quad_within(logits, place + 8 * THREADS, int32(column + 8 * THREADS), length)
+            quad_3 = load_quad_within(logits, place + 12 * THREADS, int32(column + 12 * THREADS), length)
             is_full = int32(0)
             while tile < last and is_full == 0:
                 # Each quad's registers take the next tile's as soon as they are free. After the last
@@ -427,28 +426,31 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                 column = int32(tile * TILE + offset)
                 tile = int32(tile + 1)
                 following = int32(column + TILE) if tile < last else length
-                is_inside = tile < last and tile * TILE + TILE <= length + skipped
+                is_inside = (tile < last) & (tile * TILE + TILE <= length + skipped)
+                place = start + int64(following)
                 numbers = numbers_of(quad_0, column, logits, bias, token_bitmask, mask_start)
-                quad_0 = load(logits, start, following, length, is_inside)
+                quad_0 = load(logits, place, following, length, is_inside)
                 total_0, entered = scan_quad(
                     numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
                 )
                 column = int32(column + 4 * THREADS)
                 numbers = numbers_of(quad_1, column, logits, bias, token_bitmask, mask_start)
-                quad_1 = load(logits, start, int32(following + 4 * THREADS), length, is_inside)
+                quad_1 = load(logits, place + 4 * THREADS, int32(following + 4 * THREADS), length, is_inside)
                 total_1, entered = scan_quad(
                     numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
                 )
                 left = float32(total_0 + total_1)
                 column = int32(column + 4 * THREADS)
                 numbers = numbers_of(quad_2, column, logits, bias, token_bitmask, mask_start)
-                quad_2 = load(logits, start, int32(following + 8 * THREADS), length, is_inside)
+                quad_2 = load(logits, place + 8 * THREADS, int32(following + 8 * THREADS), length, is_inside)
                 total_2, entered = scan_quad(
                     numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
                 )
                 column = int32(column + 4 * THREADS)
                 numbers = numbers_of(quad_3, column, logits, bias, token_bitmask, mask_start)
-                quad_3 = load(logits, start, int32(following + 12 * THREADS), length, is_inside)
+                quad_3 = load(
+                    logits, place + 12 * THREADS, int32(following + 12 * THREADS), length, is_inside
+                )
                 total_3, entered = scan_quad(
                     numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
                 )
