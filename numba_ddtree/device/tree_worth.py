@@ -11,6 +11,7 @@ from numba_ddtree.device.rounded import over, plus, times
 from numba_ddtree.refs.exact_exp import COEFFICIENTS, LARGEST, LN2_HIGH, LN2_LOW, LOG2_E
 
 _EXPONENT_BIAS, _MANTISSA_BITS = 1023, 52
+BATCH = 8  # probabilities that are loaded at once
 
 
 @device_routine
@@ -58,10 +59,16 @@ def keep_worth(
     cuda.syncthreads()
     if thread == 0:
         s_count[0] = count
+        # The order of the sum leaves nothing to do at once but the loads.
+        probabilities = cuda.local.array(BATCH, float64)
         tokens = s_score[0]
-        for node in range(1, count):
-            tokens = plus(tokens, s_score[node])
-            s_score[node] = tokens
+        for first in range(1, count, BATCH):
+            for part in range(BATCH):
+                probabilities[part] = s_score[min(first + part, count - 1)]
+            for part in range(BATCH):
+                tokens = plus(tokens, probabilities[part])
+                if first + part < count:
+                    s_score[first + part] = tokens
     cuda.syncthreads()
     for node in range(thread + 1, count, threads):
         ratio = over(s_score[node], round_cost(verify_cost, draft_cost, node))
