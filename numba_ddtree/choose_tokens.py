@@ -58,6 +58,7 @@ from numba_ddtree.device.rows import (
     load_eight_within,
     load_within,
     maximum,
+    numbers_of,
 )
 from numba_ddtree.device.warp import LANES, warp_max
 from numba_ddtree.devices import use_reference
@@ -97,17 +98,29 @@ RULES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @device_routine
-def read_eight(logits, start, vector, is_aligned, token_bitmask, mask_start):  # type: ignore[no-untyped-def]
-    """Logits of eight tokens as float32, -inf for those that are masked or past the row's end."""
+def load_words(logits, start, vector, is_aligned):  # type: ignore[no-untyped-def]
+    """Words of the logits of eight tokens, -inf past the row's end."""
     first = uint32(vector * uint32(8))
     if is_aligned:
-        values = load_eight(logits, start, first)
-    else:
-        values = load_eight_within(logits, start, first, uint32(logits.shape[2]))
-    if token_bitmask.shape[0] > 0:
-        word = uint32(token_bitmask[mask_start + int64(first >> uint32(5))])
-        values = allowed_eight(values, uint32(word >> (first & uint32(31))))
-    return values
+        return load_eight(logits, start, first)
+    return load_eight_within(logits, start, first, uint32(logits.shape[2]))
+
+
+@device_routine
+def masked(values, vector, token_bitmask, mask_start):  # type: ignore[no-untyped-def]
+    """Eight logits, -inf in place of those of tokens that the mask does not allow."""
+    if token_bitmask.shape[0] == 0:
+        return values
+    first = uint32(vector * uint32(8))
+    word = uint32(token_bitmask[mask_start + int64(first >> uint32(5))])
+    return allowed_eight(values, uint32(word >> (first & uint32(31))))
+
+
+@device_routine
+def read_eight(logits, start, vector, is_aligned, token_bitmask, mask_start):  # type: ignore[no-untyped-def]
+    """Logits of eight tokens as float32, -inf for those that are masked or past the row's end."""
+    values = numbers_of(logits, load_words(logits, start, vector, is_aligned))
+    return masked(values, vector, token_bitmask, mask_start)
 
 
 @device_routine
@@ -150,14 +163,15 @@ def best_of_row(logits, start, is_aligned, token_bitmask, mask_start, s_key):  #
     if is_aligned and token_bitmask.shape[0] == 0:
         while uint32(vector + uint32(3) * STEP) < vectors:
             # Four loads in flight, before anything waits for the first.
-            values0 = load_eight(logits, start, uint32(vector * uint32(8)))
+            words0 = load_eight(logits, start, uint32(vector * uint32(8)))
             vector1 = uint32(vector + STEP)
-            values1 = load_eight(logits, start, uint32(vector1 * uint32(8)))
+            words1 = load_eight(logits, start, uint32(vector1 * uint32(8)))
             vector2 = uint32(vector1 + STEP)
-            values2 = load_eight(logits, start, uint32(vector2 * uint32(8)))
+            words2 = load_eight(logits, start, uint32(vector2 * uint32(8)))
             vector3 = uint32(vector2 + STEP)
-            values3 = load_eight(logits, start, uint32(vector3 * uint32(8)))
-            top0, top1, top2, top3 = largest(values0), largest(values1), largest(values2), largest(values3)
+            words3 = load_eight(logits, start, uint32(vector3 * uint32(8)))
+            top0, top1 = largest(numbers_of(logits, words0)), largest(numbers_of(logits, words1))
+            top2, top3 = largest(numbers_of(logits, words2)), largest(numbers_of(logits, words3))
             best_vector = vector if top0 > best else best_vector
             best = maximum(best, top0)
             best_vector = vector1 if top1 > best else best_vector
@@ -482,8 +496,12 @@ def draw_from_row(  # type: ignore[no-untyped-def]
     best_bound = other_bound = MINUS_INFINITY
     best_vector = uint32(0)
     vector = thread
+    words = load_words(logits, start, min(vector, uint32(vectors - uint32(1))), is_aligned)
     while vector < vectors:
-        values = read_eight(logits, start, vector, is_aligned, token_bitmask, mask_start)
+        # The next load is under way while this vector's noise is made; the last one is for nothing.
+        following = uint32(vector + STEP)
+        upcoming = load_words(logits, start, following if following < vectors else vector, is_aligned)
+        values = masked(numbers_of(logits, words), vector, token_bitmask, mask_start)
         if has_cut:
             values = kept_eight(values, uint32(vector * uint32(8)), cut_value, cut_token)
         top = largest(values)
@@ -507,7 +525,8 @@ def draw_from_row(  # type: ignore[no-untyped-def]
                 best_bound = larger32(best_bound, upper)
                 if lower > floor:
                     cuda.atomic.max(s_words, FLOOR, value_key(lower))
-        vector = uint32(vector + STEP)
+        words = upcoming
+        vector = following
     cuda.syncthreads()
     floor = key_value(s_words[FLOOR])
     best_score = LOWEST_SCORE

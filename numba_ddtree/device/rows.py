@@ -1,7 +1,8 @@
 """Rows of logits, eight neighbours at a time, as float32 whatever their type.
 
-Tuples of eight are taken apart and put together in generated code: a function of each element, inlined
-eight times over, would make the kernels slow to compile.
+Eight logits are loaded as the four or eight words that hold them, and turned into numbers where these
+are needed, so that loads can be issued long before. Tuples of eight are taken apart and put together in
+generated code, since a function of each element, called eight times over, compiles slowly.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ if SIMULATED:
         return _widened(numbers)[0] if place < length else MINUS_INFINITY
 
     def load_eight(array: Any, start: Any, first: Any) -> Any:
-        return tuple(_widened(array.reshape(-1)[int(start) + int(first) :][:NEIGHBOURS]))
+        return load_eight_within(array, start, first, int(first) + NEIGHBOURS)
 
     def load_eight_within(array: Any, start: Any, first: Any, length: Any) -> Any:
         return tuple(load_within(array, start, int(first) + place, length) for place in range(NEIGHBOURS))
+
+    def numbers_of(array: Any, words: Any) -> Any:
+        return words
 
     def allowed_eight(values: Any, bits: Any) -> Any:
         return tuple(
@@ -62,6 +66,7 @@ else:
     _HALF, _WORD, _FLOAT, _LONG = ir.IntType(16), ir.IntType(32), ir.FloatType(), ir.IntType(64)
     _EIGHT = types.UniTuple(types.float32, NEIGHBOURS)
     _NOTHING = ir.Constant(_FLOAT, float("-inf"))
+    _NOTHING_BITS = {types.float32: 0xFF800000, types.float16: 0xFC00, types.uint16: 0xFF80}
 
     def _word(number: int) -> Any:
         return ir.Constant(_WORD, number)
@@ -90,69 +95,82 @@ else:
         loaded = builder.call(load, [address])
         return [builder.extract_value(loaded, word) for word in range(4)]
 
-    def _tuple(builder: Any, numbers: list[Any]) -> Any:
-        result = ir.Constant(ir.ArrayType(_FLOAT, NEIGHBOURS), ir.Undefined)
-        for place, number in enumerate(numbers):
-            result = builder.insert_value(result, number, place)
+    def _words_type(array: Any) -> Any:
+        return types.UniTuple(types.uint32, NEIGHBOURS * array.dtype.bitwidth // 32)
+
+    def _tuple(builder: Any, kind: Any, values: list[Any]) -> Any:
+        result = ir.Constant(ir.ArrayType(kind, len(values)), ir.Undefined)
+        for place, value in enumerate(values):
+            result = builder.insert_value(result, value, place)
         return result
 
     def _elements(builder: Any, values: Any) -> list[Any]:
         return [builder.extract_value(values, place) for place in range(NEIGHBOURS)]
 
-    def _load_within(
+    def _load_bits_within(
         context: Any, builder: Any, array_type: Any, array: Any, start: Any, place: Any, length: Any
     ) -> Any:
         is_within = builder.icmp_unsigned("<", place, length)
         # Past the end the row's first element is loaded, and not used.
         step = builder.zext(builder.select(is_within, place, _word(0)), _LONG)
         element = _element(context, builder, array_type, array, builder.add(start, step))
-        width = _WORD if array_type.dtype == types.float32 else _HALF
-        bits = builder.load(builder.bitcast(element, width.as_pointer()))
-        return builder.select(is_within, _float_of_bits(builder, bits, array_type.dtype), _NOTHING)
+        kind = _WORD if array_type.dtype == types.float32 else _HALF
+        bits = builder.load(builder.bitcast(element, kind.as_pointer()))
+        return builder.select(is_within, bits, ir.Constant(kind, _NOTHING_BITS[array_type.dtype]))
 
     @intrinsic
     def load_within(typing_context: Any, array: Any, start: Any, place: Any, length: Any) -> Any:
         """Element of the row that begins at `start`, as float32; -inf past the row's end."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return _load_within(context, builder, array, *args)
+            return _float_of_bits(builder, _load_bits_within(context, builder, array, *args), array.dtype)
 
         return types.float32(array, types.int64, types.uint32, types.uint32), generate
 
     @intrinsic
     def load_eight_within(typing_context: Any, array: Any, start: Any, first: Any, length: Any) -> Any:
-        """Eight neighbours of the row that begins at `start`, one by one; -inf past the row's end."""
+        """Words of eight neighbours of the row that begins at `start`, one by one; -inf past its end."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            array_value, start_value, first_value, length_value = args
-            numbers = []
+            bits = []
             for step in range(NEIGHBOURS):
-                place = builder.add(first_value, _word(step))
-                number = _load_within(context, builder, array, array_value, start_value, place, length_value)
-                numbers.append(number)
-            return _tuple(builder, numbers)
+                place = builder.add(args[2], _word(step))
+                bits.append(_load_bits_within(context, builder, array, args[0], args[1], place, args[3]))
+            if array.dtype != types.float32:
+                halves = [builder.zext(half, _WORD) for half in bits]
+                pairs = zip(halves[::2], halves[1::2], strict=True)
+                bits = [builder.or_(low, builder.shl(high, _word(16))) for low, high in pairs]
+            return _tuple(builder, _WORD, bits)
 
-        return _EIGHT(array, types.int64, types.uint32, types.uint32), generate
+        return _words_type(array)(array, types.int64, types.uint32, types.uint32), generate
 
     @intrinsic
     def load_eight(typing_context: Any, array: Any, start: Any, first: Any) -> Any:
-        """Eight neighbours of a row, by loads of 128 bits; the address must be a multiple of 16 bytes."""
+        """Words of eight neighbours of a row, by loads of 128 bits, from a multiple of 16 bytes."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             offset = builder.add(args[1], builder.zext(args[2], _LONG))
             address = builder.ptrtoint(_element(context, builder, array, args[0], offset), _LONG)
-            bits = _load_four_words(builder, address)
+            words = _load_four_words(builder, address)
             if array.dtype == types.float32:
-                bits += _load_four_words(builder, builder.add(address, ir.Constant(_LONG, 16)))
-            else:
-                bits = [
-                    builder.trunc(builder.lshr(word, _word(shift)), _HALF)
-                    for word in bits
-                    for shift in (0, 16)
-                ]
-            return _tuple(builder, [_float_of_bits(builder, number, array.dtype) for number in bits])
+                words += _load_four_words(builder, builder.add(address, ir.Constant(_LONG, 16)))
+            return _tuple(builder, _WORD, words)
 
-        return _EIGHT(array, types.int64, types.uint32), generate
+        return _words_type(array)(array, types.int64, types.uint32), generate
+
+    @intrinsic
+    def numbers_of(typing_context: Any, array: Any, words: Any) -> Any:
+        """Eight float32 of their words."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            bits = [builder.extract_value(args[1], place) for place in range(words.count)]
+            if array.dtype != types.float32:
+                shifted = [builder.lshr(word, _word(shift)) for word in bits for shift in (0, 16)]
+                bits = [builder.trunc(word, _HALF) for word in shifted]
+            numbers = [_float_of_bits(builder, number, array.dtype) for number in bits]
+            return _tuple(builder, _FLOAT, numbers)
+
+        return _EIGHT(array, _words_type(array)), generate
 
     @intrinsic
     def allowed_eight(typing_context: Any, values: Any, bits: Any) -> Any:
@@ -164,7 +182,7 @@ else:
                 bit = builder.and_(args[1], _word(1 << place))
                 is_allowed = builder.icmp_unsigned("!=", bit, _word(0))
                 numbers.append(builder.select(is_allowed, number, _NOTHING))
-            return _tuple(builder, numbers)
+            return _tuple(builder, _FLOAT, numbers)
 
         return _EIGHT(_EIGHT, types.uint32), generate
 
@@ -181,7 +199,7 @@ else:
                 is_below = builder.fcmp_ordered("<", number, cut_value)
                 is_out = builder.or_(is_below, builder.and_(is_tied, is_late))
                 numbers.append(builder.select(is_out, _NOTHING, number))
-            return _tuple(builder, numbers)
+            return _tuple(builder, _FLOAT, numbers)
 
         return _EIGHT(_EIGHT, types.uint32, types.float32, types.uint32), generate
 
