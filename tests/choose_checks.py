@@ -28,7 +28,7 @@ def make_logits(rng: np.random.Generator, kind: str, shape: tuple[int, ...], dty
     elif kind == "flat":
         logits *= 1e-3
     elif kind == "few_values":
-        logits = rng.choice([-3.0, -0.0, 0.0, 1.5, 1.5, -(2.0**-20)], shape)
+        logits = rng.choice([-3.0, -0.0, 0.0, rng.choice([1.5, -1.5]), -(2.0**-20)], shape)
     elif kind == "all_equal":
         logits = np.full(shape, rng.normal())
     elif kind == "holes":
@@ -217,11 +217,13 @@ def make_cut_cases(rng: np.random.Generator, rows: int, V: int) -> dict[str, NDA
         "top_k": given["top_k"],
         "top_p": given["top_p"],
     }
-    # Tokens of equal masses just below 2^32 units, whose sum is all carries; and a top-p of a few of many.
+    # Tokens of equal masses just below 2^32 units, whose sum is all carries; a top-p of a few of
+    # many; zeros of both signs.
     cases["logits"][0] = -5.6
     cases["logits"][0, -1] = 0
     cases["logits"][1] = rng.normal(size=V) * 1e-3
-    cases["temperature"][:2], cases["top_p"][:2], cases["top_k"][:2] = 1, 0.9, (0, V // 4)
+    cases["logits"][2] = rng.choice([-0.0, 0.0], V)
+    cases["temperature"][:3], cases["top_p"][:3], cases["top_k"][:3] = 1, 0.9, (0, V // 4, V // 3)
     return cases
 
 

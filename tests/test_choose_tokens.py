@@ -345,15 +345,14 @@ def test_kernels_are_the_reference(rng: np.random.Generator, dtype: Any, V: int)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LOGIT_KINDS)
-@pytest.mark.parametrize("V", [50_257, 163_840, 2**18])
-def test_kernels_on_whole_vocabularies(rng: np.random.Generator, dtype: Any, kind: str, V: int) -> None:
-    logits = make_logits(rng, kind, (3, 4, V), dtype)
-    positions = rng.integers(0, 999, (3, 4)).astype(np.int32)
+@pytest.mark.parametrize(("V", "dtype"), [(50_257, np.float16), (163_840, bfloat16), (2**18, np.float32)])
+def test_kernels_on_whole_vocabularies(rng: np.random.Generator, kind: str, V: int, dtype: Any) -> None:
+    logits = make_logits(rng, kind, (2, 2, V), dtype)
+    positions = rng.integers(0, 999, (2, 2)).astype(np.int32)
     library = numba_library()
     check_choose(library, logits)
-    for options in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 1000, "top_p": 0.99}):
+    for options in ({}, {"top_k": 50}, {"top_k": 1000, "top_p": 0.9}):
         check_choose(library, logits, temperature=0.8, positions=positions, seed=3, **options)
 
 
