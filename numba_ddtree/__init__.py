@@ -11,8 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from numba_ddtree.bundle import Bundle, read_bundle, write_bundle
+    from numba_ddtree.choose_tokens import choose_tokens
+    from numba_ddtree.draft_topk import DraftCandidates, draft_topk
+    from numba_ddtree.draw import draw_tree
     from numba_ddtree.errors import ArgumentError, BackendError, BundleError, DDTreeError
-    from numba_ddtree.status import TreeStatus
+    from numba_ddtree.kv_caches import KVCaches
+    from numba_ddtree.kv_compact import compact_kv
+    from numba_ddtree.status import FinishReason, TreeStatus
     from numba_ddtree.tree import AcceptResult, DraftTree
     from numba_ddtree.tree_accept import accept_tree
     from numba_ddtree.tree_attention import verify_attention
@@ -27,10 +32,17 @@ _HOMES = {
     "Bundle": "bundle",
     "BundleError": "errors",
     "DDTreeError": "errors",
+    "DraftCandidates": "draft_topk",
     "DraftTree": "tree",
+    "FinishReason": "status",
+    "KVCaches": "kv_caches",
     "TreeStatus": "status",
     "accept_tree": "tree_accept",
     "build_tree": "tree_build",
+    "choose_tokens": "choose_tokens",
+    "compact_kv": "kv_compact",
+    "draft_topk": "draft_topk",
+    "draw_tree": "draw",
     "read_bundle": "bundle",
     "verify_attention": "tree_attention",
     "write_bundle": "bundle",
@@ -43,10 +55,17 @@ __all__ = [
     "Bundle",
     "BundleError",
     "DDTreeError",
+    "DraftCandidates",
     "DraftTree",
+    "FinishReason",
+    "KVCaches",
     "TreeStatus",
     "accept_tree",
     "build_tree",
+    "choose_tokens",
+    "compact_kv",
+    "draft_topk",
+    "draw_tree",
     "read_bundle",
     "verify_attention",
     "write_bundle",

@@ -62,11 +62,21 @@ class TestHelp:
         seconds = time.perf_counter() - started
         assert result.returncode == 0
         assert result.stderr == ""
-        for word in ("check", "round", "env", "--json", "--seed", "--device", "--backend", "exit codes"):
+        for word in (
+            "decode",
+            "check",
+            "round",
+            "env",
+            "--json",
+            "--seed",
+            "--device",
+            "--backend",
+            "exit codes",
+        ):
             assert word in result.stdout
         assert seconds < 0.5 or min(_help_seconds() for _ in range(3)) < 0.5
 
-    @pytest.mark.parametrize("command", ["check", "round", "env"])
+    @pytest.mark.parametrize("command", ["decode", "check", "round", "env"])
     def test_help_of_a_command(self, command: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             run.main([command, "--help"])
@@ -95,7 +105,9 @@ class TestBadUse:
             (["round", "missing.kdtr"], "No such file or directory: 'missing.kdtr'"),
             (["round", __file__], "expected b'KDTR'"),
             (["--backend", "numpy", "--device", "3"], "no CUDA device 3: the numpy backend uses none"),
-            (["--backend", "simulator", "--device", "3"], "no CUDA device 3"),
+            (["check", "--backend", "simulator", "--device", "3"], "no CUDA device 3"),
+            (["--backend", "simulator"], "decoding in Numba's simulator would take hours"),
+            (["--budget", "4", "check"], "--budget is an option of decode, not of check"),
         ],
     )
     def test_one_line_and_exit_code_2(
@@ -112,7 +124,9 @@ class TestBadUse:
         assert output.err.count("\n") == 1
 
     @without_device
-    @pytest.mark.parametrize("arguments", [["--backend", "cuda"], ["--device", "99"]])
+    @pytest.mark.parametrize(
+        "arguments", [["--backend", "cuda"], ["--backend", "cuda", "check"], ["--device", "99", "check"]]
+    )
     def test_no_device(self, arguments: list[str]) -> None:
         result = call(*arguments)
         assert result.returncode == 2
@@ -139,7 +153,7 @@ class TestBadUse:
     ) -> None:
         monkeypatch.setenv(environment.SIMULATOR_VARIABLE, "0")  # so that it is put back afterwards
         monkeypatch.setattr("numba_ddtree.cuda_target.SIMULATED", False)
-        assert run.main(["--backend", "simulator"]) == 2
+        assert run.main(["check", "--backend", "simulator"]) == 2
         assert "start a new process" in capsys.readouterr().err
 
 
@@ -156,11 +170,12 @@ class TestCheck:
         assert (options.seed, options.json, options.backend, options.device) == (3, True, "numpy", 0)
         options = run._parser().parse_args(["--seed", "3", "check", "--seed", "4"])
         assert (options.command, options.seed) == ("check", 4)
-        assert run._parser().parse_args([]).command == "check"
+        assert run._parse([]).command == "decode"
+        assert run._parse(["--budget", "4,16", "decode"]).budget == (4, 16)
 
     def test_simulator(self) -> None:
-        """The default without a device: the real kernels, in less than a minute."""
-        result = call("--json", CUDA_VISIBLE_DEVICES="")
+        """What `auto` is without a device: the real kernels, in less than a minute."""
+        result = call("check", "--json", CUDA_VISIBLE_DEVICES="")
         results = json.loads(result.stdout)
         assert [entry["name"] for entry in results if not entry["passed"]] == []
         assert result.returncode == 0
@@ -177,7 +192,7 @@ class TestCheck:
 
     def test_interrupt_prints_what_was_reached(self) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "numba_ddtree.run", "--backend", "simulator"],
+            [sys.executable, "-u", "-m", "numba_ddtree.run", "check", "--backend", "simulator"],
             env=environment_variables(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -195,7 +210,11 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("arguments", "code"),
         # argparse passes over a closed pipe by itself.
-        [(["--backend", "numpy"], run.EXIT_CLOSED_PIPE), (["env"], run.EXIT_CLOSED_PIPE), (["--help"], 0)],
+        [
+            (["check", "--backend", "numpy"], run.EXIT_CLOSED_PIPE),
+            (["env"], run.EXIT_CLOSED_PIPE),
+            (["--help"], 0),
+        ],
     )
     def test_closed_pipe(self, arguments: list[str], code: int) -> None:
         reader, writer = os.pipe()

@@ -41,9 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, and write the files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the files go")
-    parser.add_argument(
-        "--tiny", action="store_true", help="train for seconds, to test this script"
-    )
+    parser.add_argument("--tiny", action="store_true", help="train for seconds, to test this script")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +63,7 @@ def train(settings: Settings, device: torch.device, seed: int) -> dict[str, byte
 
     began = time.perf_counter()
     target_schedule = train_target(target, training, settings, seed)
-    bits_before = bits_a_byte(target, held_out, settings.batch)
+    bits_before = bits_a_byte(target, held_out, settings)
     repetition_before = _greedy_repetition(_judged_texts(target, held_out, settings, seed))
     loop_schedule = discourage_loops(target, training, settings, seed + 1)
     _round_to_bfloat16(target)
@@ -93,7 +91,7 @@ def train(settings: Settings, device: torch.device, seed: int) -> dict[str, byte
         target_seconds=target_seconds,
         writing_seconds=writing_seconds,
         drafter_seconds=draft_schedule.seconds,
-        bits=bits_a_byte(target, held_out, settings.batch),
+        bits=bits_a_byte(target, held_out, settings),
         bits_before_loops=bits_before,
         repetition=_greedy_repetition(judged),
         repetition_before_loops=repetition_before,

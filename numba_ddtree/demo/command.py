@@ -95,7 +95,7 @@ def run_decode(options: argparse.Namespace, backend: Literal["numpy", "cuda"]) -
         screen.show(outcome)
     if options.json:
         print(json.dumps(as_json(outcome, backend), indent=2))
-    if trace is not None:
+    if trace is not None and not (outcome.interrupted and trace.is_empty):
         trace.write(options.trace)
     if is_plotted and not outcome.interrupted:
         _plot(outcome, drawn, options.plot)

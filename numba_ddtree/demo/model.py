@@ -11,13 +11,15 @@ Dimensions: B requests, N nodes, D hidden size, H heads, S rows of a cache, L dr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
+from importlib.resources import as_file, files
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from numba_ddtree import DraftTree, verify_attention
 from numba_ddtree.demo.array_module import ArrayModule
@@ -269,17 +271,15 @@ class DemoModel:
 
 
 def load_model(module: ArrayModule) -> DemoModel:
-    """Load the model that comes with the package.
+    """Load the model that comes with the package, to where it is to run."""
+    with as_file(files("numba_ddtree.data") / WEIGHTS) as path:
+        return read_model(path, module)
 
-    Parameters
-    ----------
-    module : ArrayModule
-        Where it is to run. Weights are bfloat16 in the file, and float32 in memory.
-    """
-    from safetensors import safe_open
 
+def read_model(path: str | os.PathLike[str], module: ArrayModule) -> DemoModel:
+    """Read a model that `tools/train_demo_model.py` wrote: bfloat16 in the file, float32 in memory."""
     weights = {}
-    with safe_open(files("numba_ddtree.data") / WEIGHTS, framework="numpy") as stored:
+    with safe_open(path, framework="numpy") as stored:
         config = ModelConfig.from_json(stored.metadata()["config"])
         for name in stored.keys():  # noqa: SIM118 - it is no mapping
             weights[name] = module.xp.asarray(stored.get_tensor(name).astype(np.float32))

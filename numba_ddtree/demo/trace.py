@@ -73,6 +73,11 @@ class Trace:
         self._rounds[place] += 1
         self._rows.append(rows)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no round yet."""
+        return not self._rows
+
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the bundle, which appears whole or not at all.
 

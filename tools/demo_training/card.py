@@ -8,43 +8,27 @@ from numba_ddtree.demo.config import ModelConfig
 from tools.demo_training.schedule import Schedule
 from tools.demo_training.settings import Settings
 
-_CARD = """\
+_HEAD = """\
 # Demo model: Python source, byte by byte
 
 A small decoder with Multi-head Latent Attention and a block-diffusion drafter for it, trained for
 `python -m numba_ddtree.run` to have a real model to decode. Its vocabulary is the 256 bytes, a start token
 and a mask. It writes text that looks like Python; it is of no use beyond that.
-
-| | |
-|---|---|
-| data | source of Python {facts.python}'s standard library without test packages: {facts.modules} modules, {facts.data_bytes} bytes |
-| held out | {facts.held_out_modules} modules, {facts.held_out_bytes} bytes, chosen by a hash of the module's name |
-| target | {model.num_layers} layers, width {model.hidden_size}, {model.num_heads} heads of {model.qk_nope_head_dim} + {model.qk_rope_head_dim}, latent {model.kv_lora_rank}, SwiGLU {model.ffn_size}; {facts.target_parameters} parameters |
-| drafter | {model.draft_layers} layers, {model.draft_heads} heads of {model.draft_head_dim}, SwiGLU {model.draft_ffn_size}, block of {model.block_size}; {facts.drafter_parameters} parameters, embedding and head are the target's |
-| longest text | {model.max_length} tokens |
-| weights | bfloat16, {facts.file_bytes} bytes |
-| target's training | {settings.steps} steps of {settings.batch} windows, then {loop_steps} steps of unlikelihood (arXiv 1908.04319) on its own loops; {facts.target_seconds:.0f} s |
-| drafter's training | {settings.draft_steps} steps of {settings.draft_batch} x {settings.draft_blocks} blocks, on {settings.generated} texts that the target wrote; {facts.drafter_seconds:.0f} s, writing them {facts.writing_seconds:.0f} s |
-| device | {facts.device}, torch {facts.torch}, seed {facts.seed} |
-
-| on held-out modules | |
-|---|---|
-| bits a byte | {facts.bits:.3f} (before the unlikelihood steps: {facts.bits_before_loops:.3f}) |
-| repetition of greedy text ({settings.new_tokens} bytes) | {facts.repetition:.3f} (before: {facts.repetition_before_loops:.3f}; the modules' own text: {facts.repetition_real:.3f}) |
-| mean accept length of a chain, greedy, estimated while training | {facts.chain:.2f} |
-
+"""
+_LICENSE = """\
 Repetition is the share of windows of 32 bytes that stood in the same text before.
 
 The text is under the Python Software Foundation License Version 2, (c) Python Software Foundation;
 `demo_prompts.json` has excerpts of held-out modules.
-
+"""
+_CURVES = """\
 ## Loss curves
 
-Bits a byte, mean since the line before. The drafter's is a mean over the {model.draft_length} positions of a block.
+Bits a byte, mean since the line before. The drafter's is a mean over the positions of a block, weighted as in
+training.
 
 | target, step | loss | loops, step | loss | drafter, step | loss |
 |---|---|---|---|---|---|
-{curves}
 """
 
 
@@ -76,13 +60,58 @@ class Facts:
 
 def model_card(facts: Facts, model: ModelConfig, settings: Settings, schedules: list[Schedule]) -> str:
     """Return the card in Markdown; schedules are those of target, loops and drafter."""
-    columns = [schedule.curve for schedule in schedules]
-    rows = max(map(len, columns))
-    curves = "\n".join(
-        "| " + " | ".join(_cell(curve, row) for curve in columns) + " |" for row in range(rows)
-    )
-    loop_steps = settings.loop_rounds * settings.loop_steps
-    return _CARD.format(facts=facts, model=model, settings=settings, loop_steps=loop_steps, curves=curves)
+    parts = [
+        _HEAD,
+        _table("of the model", _description(facts, model, settings)),
+        _table("on held-out modules", _measurements(facts, settings)),
+        _LICENSE,
+        _CURVES + _curves([schedule.curve for schedule in schedules]),
+    ]
+    return "\n".join(parts)
+
+
+def _description(facts: Facts, model: ModelConfig, settings: Settings) -> dict[str, str]:
+    heads = f"{model.num_heads} heads of {model.qk_nope_head_dim} + {model.qk_rope_head_dim}"
+    target = f"{model.num_layers} layers, width {model.hidden_size}, {heads}, latent {model.kv_lora_rank}"
+    drafter = f"{model.draft_layers} layers, {model.draft_heads} heads of {model.draft_head_dim}"
+    loops = f"{settings.loop_rounds * settings.loop_steps} steps of unlikelihood (arXiv 1908.04319)"
+    blocks = f"{settings.draft_batch} x {settings.draft_blocks} blocks"
+    written = f"{settings.generated} texts that the target wrote in {facts.writing_seconds:.0f} s"
+    return {
+        "data": f"source of Python {facts.python}'s standard library without test packages: "
+        f"{facts.modules} modules, {facts.data_bytes} bytes",
+        "held out": f"{facts.held_out_modules} modules, {facts.held_out_bytes} bytes, "
+        "chosen by a hash of the module's name",
+        "target": f"{target}, SwiGLU {model.ffn_size}; {facts.target_parameters} parameters",
+        "drafter": f"{drafter}, SwiGLU {model.draft_ffn_size}, block of {model.block_size}; "
+        f"{facts.drafter_parameters} parameters, embedding and head are the target's",
+        "longest text": f"{model.max_length} tokens",
+        "weights": f"bfloat16, {facts.file_bytes} bytes",
+        "target's training": f"{settings.steps} steps of {settings.batch} windows, then {loops} on its own "
+        f"loops; {facts.target_seconds:.0f} s",
+        "drafter's training": f"{settings.draft_steps} steps of {blocks}, on {written}; "
+        f"{facts.drafter_seconds:.0f} s",
+        "device": f"{facts.device}, torch {facts.torch}, seed {facts.seed}",
+    }
+
+
+def _measurements(facts: Facts, settings: Settings) -> dict[str, str]:
+    return {
+        "bits a byte": f"{facts.bits:.3f} (before the unlikelihood steps: {facts.bits_before_loops:.3f})",
+        f"repetition of greedy text ({settings.new_tokens} bytes)": f"{facts.repetition:.3f} (before: "
+        f"{facts.repetition_before_loops:.3f}; the modules' own text: {facts.repetition_real:.3f})",
+        "mean accept length of a chain, greedy, estimated while training": f"{facts.chain:.2f}",
+    }
+
+
+def _table(heading: str, rows: dict[str, str]) -> str:
+    lines = [f"| {heading} | |", "|---|---|", *(f"| {label} | {text} |" for label, text in rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _curves(columns: list[list[tuple[int, float]]]) -> str:
+    rows = range(max(map(len, columns)))
+    return "".join(f"| {' | '.join(_cell(curve, row) for curve in columns)} |\n" for row in rows)
 
 
 def _cell(curve: list[tuple[int, float]], row: int) -> str:

@@ -22,6 +22,8 @@ class Settings:
         Texts that the target writes for the drafter to learn from; each prompt length gets its share.
     judged
         Texts a length of the prompt, by which repetition and acceptance are measured.
+    held_out_windows
+        How much of the held-out text the bits a byte are measured on; None is all of it.
     draft_batch, draft_blocks, draft_steps, draft_learning_rate
         Of the drafter: texts a step, and blocks in each.
     """
@@ -37,6 +39,7 @@ class Settings:
     prompt_lengths: tuple[int, ...] = (64, 128, 256, 640)
     new_tokens: int = 384
     judged: int = 128
+    held_out_windows: int | None = None
     draft_batch: int = 64
     draft_blocks: int = 48
     draft_steps: int = 4000
@@ -67,6 +70,7 @@ TINY = Settings(
     prompt_lengths=(32, 64),
     new_tokens=64,
     judged=4,
+    held_out_windows=64,
     draft_batch=8,
     draft_blocks=8,
     draft_steps=30,

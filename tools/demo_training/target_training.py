@@ -56,7 +56,7 @@ def train_target(target: Target, corpus: Corpus, settings: Settings, seed: int) 
 
 
 def repeated_windows(tokens: Tensor, window: int) -> Tensor:
-    """Tell of each window of [B, T] whether the same bytes stood earlier in its row; bool [B, T - window + 1]."""
+    """Tell of each window of [B, T] whether its row had it before; bool [B, T - window + 1]."""
     hashes = torch.zeros_like(tokens[:, window - 1 :])
     for offset in range(window):
         hashes = hashes * _HASH_FACTOR + tokens[:, offset : tokens.shape[1] - window + 1 + offset] + 1
@@ -99,14 +99,14 @@ def discourage_loops(target: Target, corpus: Corpus, settings: Settings, seed: i
 
 
 @torch.no_grad()
-def bits_a_byte(target: Target, corpus: Corpus, batch: int) -> float:
-    """Return the loss on all of a corpus, cut into windows that each start without context."""
+def bits_a_byte(target: Target, corpus: Corpus, settings: Settings) -> float:
+    """Return the loss on a corpus, cut into windows that each start without context."""
     device, length = target.embedding.device, target.config.max_length
     text = torch.from_numpy(corpus.joined().copy()).long()
-    windows = text[: len(text) // length * length].view(-1, length)
+    windows = text[: len(text) // length * length].view(-1, length)[: settings.held_out_windows]
     tokens = functional.pad(windows, (1, 0), value=START_TOKEN)
     losses = []
-    for part in tokens.split(batch):
+    for part in tokens.split(settings.batch):
         with half_precision(device):
             losses.append(float(next_byte_loss(target, part.to(device))) * len(part))
     return sum(losses) / len(tokens) / math.log(2)

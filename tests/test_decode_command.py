@@ -1,0 +1,192 @@
+"""`decode` on the command line: texts, tables, JSON, traces, figures, and wrong use."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numba_ddtree import run
+from numba_ddtree.bundle import read_bundle
+from numba_ddtree.demo.text import readable, shipped_prompts, token_bytes
+from numba_ddtree.environment import find_devices
+from numba_ddtree.round_bundle import read_round, reference_results
+
+HAS_DEVICE = bool(find_devices()[0])
+PROMPT = "def main():\n    "
+
+
+def decode(*arguments: str) -> int:
+    try:
+        return run.main(["decode", "--backend", "numpy", *arguments])
+    except SystemExit as caught:
+        return int(str(caught.code))
+
+
+def decode_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert decode("--json", *arguments) == 0
+    decoded = json.loads(capsys.readouterr().out)
+    assert isinstance(decoded, dict)
+    return decoded
+
+
+def test_texts_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert decode("--prompt", PROMPT, "--budget", "4,16", "--max-new-tokens", "24") == 0
+    output = capsys.readouterr().out
+    assert PROMPT in output
+    rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}
+    assert {"plain", "chain", "tree 4", "tree 16"} <= set(rows)
+    assert "target passes" in output
+    for stage in ("draft", "build", "verify", "accept", "compact"):
+        assert stage in output
+    assert output.count(" yes") == 4
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    decoded = decode_json(capsys, "--prompts", "2", "--budget", "16", "--max-new-tokens", "20", "--seed", "4")
+    assert [decoder["name"] for decoder in decoded["decoders"]] == ["plain", "chain", "tree 16"]
+    assert [decoder["tokens"] for decoder in decoded["decoders"]] == [40] * 3
+    assert decoded["decoders"][0]["target_passes"] == 40
+    assert {"draft", "build", "verify", "accept", "compact"} <= set(decoded["decoders"][1]["seconds"])
+    for prompt, shipped in zip(decoded["prompts"], shipped_prompts(2), strict=True):
+        assert prompt["prompt"] == shipped.text.decode()
+        texts = [entry["tokens"] for entry in prompt["decoders"]]
+        assert texts[0] == texts[1] == texts[2]
+        assert [entry["identical"] for entry in prompt["decoders"]] == [True] * 3
+        assert bytes(texts[0]).decode(errors="backslashreplace") == prompt["decoders"][0]["text"]
+        assert all(sum(entry["accept_lengths"]) == 20 for entry in prompt["decoders"])
+
+
+def test_prompts_come_from_options_files_and_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompt.py"
+    path.write_bytes(b"import \xff")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"class A")))
+    arguments = ("--prompt", "def ", "--prompt-file", str(path), "--prompt-file", "-", "--budget", "2")
+    decoded = decode_json(capsys, *arguments, "--max-new-tokens", "4")
+    assert [prompt["prompt"] for prompt in decoded["prompts"]] == ["def ", "import \\xff", "class A"]
+    assert [prompt["name"] for prompt in decoded["prompts"]] == ["--prompt", str(path), "standard input"]
+
+
+def test_a_trace_is_a_round_that_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "rounds.kdtr")
+    decoded = decode_json(
+        capsys, "--prompts", "2", "--budget", "4,32", "--max-new-tokens", "19", "--trace", path
+    )
+    tensors = read_bundle(path).tensors
+    drafted = decoded["decoders"][1:]
+    passes = np.bincount(tensors["trace/decoder"])
+    assert passes.tolist() == [decoder["target_passes"] for decoder in drafted]
+    assert read_bundle(path).metadata["decoders"] == ["chain", "tree 4", "tree 32"]
+    # What each prompt was given, put together, is its text.
+    for index, prompt in enumerate(decoded["prompts"]):
+        for place, entry in enumerate(prompt["decoders"][1:]):
+            rows = (tensors["trace/decoder"] == place) & (tensors["trace/prompt"] == index)
+            tokens = tensors["expected/tokens"][rows]
+            assert tokens[tokens >= 0].tolist() == entry["tokens"]
+    assert run.main(["round", path, "--backend", "numpy"]) == 0
+    bundle = read_round(path)
+    for stage, arrays in reference_results(bundle.inputs).items():
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(bundle.expected[stage][name], array, err_msg=name)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"acceptance.{suffix}"
+    assert decode("--prompt", PROMPT, "--budget", "1,8", "--max-new-tokens", "12", "--plot", str(path)) == 0
+    assert path.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "--prompt: got an empty prompt"),
+        (["--prompt-file", "missing.py"], "No such file or directory: 'missing.py'"),
+        (["--prompt-file", "."], "Is a directory"),
+        (["--prompt", "x" * 1000], "--prompt: got 1001 tokens; expected 1 to 896"),
+        (["--budget", "0"], "'0' is no list of different numbers from 1 to 1024"),
+        (["--budget", "1025"], "'1025' is no list"),
+        (["--budget", "4,4"], "'4,4' is no list"),
+        (["--budget", "4,"], "'' is not a whole number"),
+        (["--budget", "many"], "'many' is not a whole number"),
+        (["--max-new-tokens", "0"], "max_new_tokens: got 0"),
+        (["--max-new-tokens", "1024"], "max_new_tokens: got 1024"),
+        (["--temperature", "-1"], "temperature: got -1"),
+        (["--temperature", "nan"], "temperature"),
+        (["--temperature", "warm"], "invalid float value: 'warm'"),
+        (["--prompts", "0"], "--prompts: got 0; expected a number from 1 to 64"),
+        (["--prompts", "65"], "--prompts: got 65"),
+        (["--plot", "figure.pdf"], "figure.pdf"),
+        (["--prompt", PROMPT, "--max-new-tokens", "2", "--trace", "no/such/folder.kdtr"], "No such file"),
+    ],
+)
+def test_bad_use_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert decode(*arguments) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_prints_what_was_reached(tmp_path: Path) -> None:
+    trace = tmp_path / "rounds.kdtr"
+    command = ["--prompts", "8", "--max-new-tokens", "700", "--budget", "4", "--trace", str(trace)]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "numba_ddtree.run", "--backend", "numpy", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "interrupted" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (b"a\tb\n", "a\tb\n"),
+        (b"\x1b[31m", "\\x1b[31m"),
+        (b"\xff", "\\xff"),
+        ("é猫".encode(), "é猫"),
+        (b"\x00\r", "\\x00\\r"),
+    ],
+)
+def test_texts_cannot_drive_a_terminal(text: bytes, shown: str) -> None:
+    assert readable(text) == shown
+
+
+def test_tokens_are_bytes() -> None:
+    assert [token_bytes(token) for token in (0, 255, 256, 257)] == [b"\0", b"\xff", b"", b""]
+
+
+@pytest.mark.gpu
+def test_decoding_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cupy")
+    assert run.main(["--backend", "cuda", "--json", "--prompts", "2", "--max-new-tokens", "32"]) == 0
+    decoded = json.loads(capsys.readouterr().out)
+    assert decoded["backend"] == "cuda"
+    assert all(entry["identical"] for prompt in decoded["prompts"] for entry in prompt["decoders"])
