@@ -25,7 +25,7 @@ from numba_ddtree.arrays import (
     gather,
     host_output,
 )
-from numba_ddtree.cuda_target import cuda
+from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.devices import (
     device_context,
     launch_stream,
@@ -34,7 +34,7 @@ from numba_ddtree.devices import (
     stream_handle,
 )
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.launch import Kernel
+from numba_ddtree.launch import Kernel, LaunchSequence
 
 
 @lru_cache(maxsize=64)
@@ -50,7 +50,8 @@ class Transfer:
     placement : Placement
         Of the call's arrays.
     stream
-        The caller's stream; see `numba_ddtree.devices.stream_handle`.
+        The caller's stream; see `numba_ddtree.devices.stream_handle`. A `LaunchSequence` takes the
+        launches.
 
     Attributes
     ----------
@@ -61,7 +62,11 @@ class Transfer:
     def __init__(self, placement: Placement, stream: StreamLike) -> None:
         require_device()
         self._placement = placement
-        self._handle = stream_handle(stream, placement)
+        self._sequence = stream if isinstance(stream, LaunchSequence) else None
+        if self._sequence is not None and (placement.on_host or placement.library == "jax"):
+            got = f"a LaunchSequence, with {placement.library} arrays"
+            raise ArgumentError("stream", got, "device arrays, of a library whose arrays can be written")
+        self._handle = 0 if self._sequence is not None else stream_handle(stream, placement)
         self._contexts = ExitStack()
         self._results: dict[str, tuple[Any, Any]] = {}  # name: the caller's array, the kernel's
         self.stream: Any = None
@@ -77,9 +82,12 @@ class Transfer:
         self._contexts.close()
 
     def launch(self, kernel: Kernel, blocks: int, *arguments: Any, shared_bytes: int = 0) -> None:
-        """Launch a kernel on the caller's stream; see `Kernel.launch`."""
-        stream = launch_stream(self._handle)
-        kernel.launch(blocks, *arguments, stream=stream, shared_bytes=shared_bytes)
+        """Launch a kernel on the caller's stream; see `Kernel.prepare`."""
+        prepared = kernel.prepare(blocks, *arguments, shared_bytes=shared_bytes)
+        if self._sequence is None:
+            prepared.launch(self._handle)
+        else:
+            self._sequence.launches.append(prepared)
 
     def input(self, view: Any) -> Any:
         """Return an input as the kernel's argument, copied to the device if it is on the host.
@@ -88,9 +96,14 @@ class Transfer:
         """
         if view is None:
             return _empty(self._placement.device_id)
-        if isinstance(view, np.ndarray):
-            return device_view("input", cuda.to_device(np.ascontiguousarray(view), stream=self.stream))
-        return view
+        if not isinstance(view, np.ndarray):
+            return view
+        host = np.ascontiguousarray(view)
+        if SIMULATED or host.dtype != bfloat16:
+            return device_view("input", cuda.to_device(host, stream=self.stream))
+        # As its bits, since numpy's buffers cannot name bfloat16.
+        bits = device_view("input", cuda.to_device(host.view(np.uint16), stream=self.stream))
+        return replace(bits, dtype=host.dtype)
 
     def output(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any = None) -> Any:
         """Return a result as the kernel's argument: the caller's own array, or a new one."""
