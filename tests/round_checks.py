@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from kernel_checks import Library, assert_same_arrays, assert_same_tree
-from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from inputs import make_target_tokens
@@ -24,7 +23,6 @@ from numba_ddtree.tree import AcceptResult, DraftTree
 
 PAGE_SIZE = 3
 LOG_PROB_TOLERANCE = 2.5e-7  # relative: 2 units in the last place
-NO_LIMIT = state_reference.NO_LIMIT
 
 
 @dataclass
@@ -263,6 +261,3 @@ def spoil(rng: np.random.Generator, *arrays: NDArray[Any]) -> None:
         for value in (np.nan, np.inf):
             if rng.random() < 0.3:
                 array[rng.integers(len(array)), rng.integers(array.shape[1]), rng.integers(4)] = value
-
-
-DTYPES = (np.float32, np.float16, bfloat16)
