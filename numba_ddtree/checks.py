@@ -33,9 +33,12 @@ from numba_ddtree.check_results import (
     compare_arrays,
     run_all,
 )
+from numba_ddtree.choose_tokens import choose_tokens
 from numba_ddtree.devices import device_context
 from numba_ddtree.errors import BackendError
 from numba_ddtree.golden import GoldenTree, load_golden_trees
+from numba_ddtree.refs import draft_topk as topk_reference
+from numba_ddtree.refs import kv_compact as compact_reference
 from numba_ddtree.refs import tree_links as links_reference
 from numba_ddtree.round_bundle import reference_attention, reference_walk
 from numba_ddtree.stages import Backend, Stages
@@ -62,6 +65,7 @@ FORMULA_TOLERANCE = 1e-12
 """Of the reference in float64: its sums have some thousand terms of unit scale."""
 
 SIMULATED_GOLDEN_NODES = 16
+COMPACT_SIZE = "B=3 S=40 D=72"
 FORMULA_CASE = AttentionCase(heads=3, prefix=21, budget=40, latent=32, rope=16)
 
 
@@ -104,6 +108,8 @@ def planned_checks(backend: Backend, seed: int) -> list[Check]:
     checks = [*_golden_checks(stages)]
     if backend != "numpy":
         checks += _tree_checks(stages, seed)
+        checks += _logits_checks(stages, seed)
+        checks.append(Check("compact_kv/random", COMPACT_SIZE, partial(_check_compact, stages, seed)))
     checks += _attention_checks(stages, seed)
     if backend == "numpy":
         run = partial(_check_formula, seed)
@@ -139,6 +145,16 @@ def _tree_checks(stages: Stages, seed: int) -> Iterator[Check]:
         for full in cases:
             case = full.shrunk() if stages.backend == "simulator" else full
             yield Check(f"{operation}/{case.name}", case.size, partial(check, stages, case, seed))
+
+
+def _logits_checks(stages: Stages, seed: int) -> Iterator[Check]:
+    vocabulary, k = (300, 20) if stages.backend == "simulator" else (129280, 64)
+    shape = (2, 3, vocabulary)
+    size = f"B={shape[0]} L={shape[1]} V={vocabulary}"
+    yield Check("draft_topk/random", f"{size} k={k}", partial(_check_topk, stages, shape, k, seed))
+    for name, temperature in (("greedy", 0.0), ("drawn", 0.8)):
+        run = partial(_check_choose, stages, shape, temperature, seed)
+        yield Check(f"choose_tokens/{name}", f"{size} T={temperature}".replace("L=", "N="), run)
 
 
 def _attention_checks(stages: Stages, seed: int) -> Iterator[Check]:
@@ -262,6 +278,43 @@ def _check_tree_links(
         + compare_arrays(again.arrays, expected)
     )
     return comparison, tree.us + mask.us + again.us
+
+
+def _check_topk(stages: Stages, shape: tuple[int, ...], k: int, seed: int) -> tuple[Comparison, float]:
+    logits = _random_logits(shape, seed)
+    timed = stages.draft_topk(logits, k)
+    expected = topk_reference.draft_topk(logits, k, np.ones(len(logits), np.float32))._asdict()
+    largest = float(np.abs(expected["log_probs"]).max())
+    return compare_arrays(timed.arrays, expected, 2 * float(np.spacing(np.float32(largest)))), timed.us
+
+
+def _check_choose(
+    stages: Stages, shape: tuple[int, ...], temperature: float, seed: int
+) -> tuple[Comparison, float]:
+    logits = _random_logits(shape, seed)
+    batch, nodes, _ = shape
+    positions = np.arange(batch * nodes, dtype=np.int32).reshape(batch, nodes)
+    timed = stages.choose_tokens(logits, positions, temperature, seed)
+    expected = choose_tokens(logits, positions=positions, temperature=temperature, seed=seed, backend="numpy")
+    return compare_arrays(timed.arrays, {"tokens": expected}), timed.us
+
+
+def _random_logits(shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    return 3 * np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _check_compact(stages: Stages, seed: int) -> tuple[Comparison, float]:
+    rng = np.random.default_rng(seed)
+    cache = rng.standard_normal((3, 40, 72), np.float32)
+    prefix, length = np.array([0, 7, 20], np.int32), np.array([4, 1, 6], np.int32)
+    accepted = np.full((3, 7), -1, np.int32)
+    for path, count in zip(accepted, length, strict=True):
+        path[1:count] = np.sort(rng.choice(np.arange(1, 20), count - 1, replace=False))
+        path[0] = 0
+    timed = stages.compact_kv(cache, prefix, accepted, length)
+    expected = cache.copy()
+    compact_reference.compact_kv(expected, prefix, accepted, length)
+    return compare_arrays(timed.arrays, {"cache": expected}), timed.us
 
 
 def _check_accept(stages: Stages, case: TreeCase, seed: int) -> tuple[Comparison, float]:

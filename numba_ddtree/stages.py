@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_ddtree.cases import DraftInputs, RoundInputs
+from numba_ddtree.choose_tokens import choose_tokens
+from numba_ddtree.draft_topk import draft_topk
+from numba_ddtree.kv_compact import compact_kv
 from numba_ddtree.tree import AcceptResult, DraftTree
 from numba_ddtree.tree_accept import accept_tree
 from numba_ddtree.tree_attention import verify_attention
@@ -152,6 +155,41 @@ class Stages:
 
         (out, lse), us = self._timed(call, lambda results: dict(zip(("out", "lse"), results, strict=True)))
         return Timed({"out": self._fetched(out), "lse": self._fetched(lse)}, us)
+
+    def draft_topk(self, logits: NDArray[Any], k: int) -> Timed:
+        """Find the best candidates: the arrays of `DraftCandidates`."""
+        placed = self._placed(logits)
+        found, us = self._timed(
+            lambda **options: draft_topk(placed, k, **options), lambda found: {"out": found}
+        )
+        return Timed({name: self._fetched(array) for name, array in found._asdict().items()}, us)
+
+    def choose_tokens(
+        self, logits: NDArray[Any], positions: NDArray[np.int32], temperature: float, seed: int
+    ) -> Timed:
+        """Choose the target's tokens: ``tokens``, int32 [B, N]."""
+        given = self._placed(logits), self._placed(positions)
+
+        def call(**options: Any) -> Any:
+            return choose_tokens(given[0], positions=given[1], temperature=temperature, seed=seed, **options)
+
+        tokens, us = self._timed(call, lambda tokens: {"out": tokens})
+        return Timed({"tokens": self._fetched(tokens)}, us)
+
+    def compact_kv(
+        self,
+        cache: NDArray[Any],
+        prefix_lengths: NDArray[np.int32],
+        accepted_indices: NDArray[np.int32],
+        accept_length: NDArray[np.int32],
+    ) -> Timed:
+        """Move the accepted rows of a copy of a cache: ``cache``."""
+        placed = self._placed(cache.copy())
+        path = [self._placed(array) for array in (prefix_lengths, accepted_indices, accept_length)]
+        started = time.perf_counter()
+        compact_kv(placed, *path, **self._options)
+        moved = self._fetched(placed)
+        return Timed({"cache": moved}, _elapsed_us(started))
 
     def _links(
         self,

@@ -325,3 +325,22 @@ class TestRounds:
 def test_every_check_passes_on_the_device() -> None:
     results = run_checks("cuda")
     assert [(result.name, result.fault) for result in results if not result.passed] == []
+
+
+class TestKernelChecks:
+    @pytest.mark.parametrize(
+        ("stage", "array", "check"),
+        [
+            ("draft_topk", "token_ids", lambda stages: checks._check_topk(stages, (1, 2, 50), 4, 0)),
+            ("draft_topk", "log_probs", lambda stages: checks._check_topk(stages, (1, 2, 50), 4, 0)),
+            ("choose_tokens", "tokens", lambda stages: checks._check_choose(stages, (1, 2, 50), 0.8, 0)),
+            ("compact_kv", "cache", lambda stages: checks._check_compact(stages, 0)),
+        ],
+    )
+    def test_one_wrong_element_is_a_fault(
+        self, stage: str, array: str, check: Callable[[Stages], tuple[Comparison, float]]
+    ) -> None:
+        stages = Stages("numpy")
+        assert not check(stages)[0].fault
+        setattr(stages, stage, skewed(getattr(stages, stage), array))
+        assert check(stages)[0].fault.startswith(array)

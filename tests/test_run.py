@@ -187,6 +187,9 @@ class TestCheck:
             "build_tree",
             "tree_links",
             "accept_tree",
+            "draft_topk",
+            "choose_tokens",
+            "compact_kv",
             "verify_attention",
         }
 

@@ -113,6 +113,8 @@ def _decode_all(
     """Run the decoders one after the other; an interruption leaves what was reached."""
     tokens = [prompt.tokens for prompt in outcome.prompts]
     try:
+        if model.module.backend == "cuda":
+            _compile_kernels(model, decoders, tokens, outcome.settings)
         for decoder in decoders:
             screen.start(decoder, len(tokens) * outcome.settings.max_new_tokens)
             decoding = Decoding.begin(model, decoder, tokens, outcome.settings)
@@ -127,6 +129,14 @@ def _decode_all(
             outcome.finished[-1] = True
     except KeyboardInterrupt:
         outcome.interrupted = True
+
+
+def _compile_kernels(
+    model: DemoModel, decoders: Sequence[Decoder], tokens: list[list[int]], settings: DecodeSettings
+) -> None:
+    """Run a round of each decoder, so that no decoder's time has the compiler's in it."""
+    for decoder in decoders:
+        Decoding.begin(model, decoder, tokens, settings).run_round()
 
 
 class _DrawnRound:
