@@ -95,6 +95,16 @@ def test_a_request_is_taken_out_by_its_remaining_tokens() -> None:
     assert planned.draft(np.zeros((2, 3, 8), np.float32)).num_nodes.tolist() == [5, 0]
 
 
+def test_a_request_is_taken_out_between_draft_and_accept() -> None:
+    planned = plan()
+    planned.start([1, 2], [3, 4])
+    planned.draft(np.zeros((2, 3, 8), np.float32))
+    planned.state.finish_reason[0] = FinishReason.INACTIVE
+    result = planned.accept(np.zeros((2, 5, 8), np.float32))
+    assert result.accept_length[0] == 0 < result.accept_length[1]
+    assert planned.state.prefix_lengths[0] == 3
+
+
 def test_requests_come_and_go() -> None:
     planned = plan(max_batch=4)
     want = StateArrays(*(np.array(array) for array in planned.state.arrays().values()))

@@ -44,6 +44,13 @@ def test_requests_come_and_go(rng: np.random.Generator) -> None:
         assert_same_arrays(got, state._asdict())
 
 
+def test_requests_with_nothing_left_are_passed_by(rng: np.random.Generator) -> None:
+    planned = DDTreeRound.plan(2, 2, 8, 3, library="numba")
+    planned.start([1, 2], [3, 4], remaining=[0, 1])
+    planned.draft(cuda.to_device(rng.normal(size=(2, 2, 8)).astype(np.float32)))
+    assert planned.tree.num_nodes.copy_to_host().tolist() == [0, 4]
+
+
 def test_a_launch_sequence_runs_when_it_is_told(rng: np.random.Generator) -> None:
     from numba_ddtree.launch import LaunchSequence
     from numba_ddtree.tree_build import build_tree
