@@ -8,7 +8,7 @@ from statistics import median
 import numpy as np
 import pytest
 
-from bench.conftest import DEVICE_FAULT
+from numba_ddtree.devices import find_device_fault
 from numba_ddtree.launch import LaunchSequence
 from numba_ddtree.tree_accept import ACCEPT_TREE, accept_tree
 from numba_ddtree.tree_build import build_tree
@@ -16,12 +16,8 @@ from numba_ddtree.tree_build import build_tree
 BATCH, DEPTH, BUDGET = 32, 15, 64
 LAUNCHES = 200
 
-
-@pytest.fixture(autouse=True)
-def group(benchmark):
-    benchmark.group = "host time of a launch of accept_tree_kernel"
-    if DEVICE_FAULT:
-        pytest.skip(f"no CUDA device: {DEVICE_FAULT}")
+DEVICE_FAULT = find_device_fault()
+pytestmark = pytest.mark.skipif(DEVICE_FAULT is not None, reason=f"no CUDA device: {DEVICE_FAULT}")
 
 
 @pytest.fixture
@@ -51,6 +47,7 @@ def measure(benchmark, launch):
             launch()
         times.append(1e6 * (time.perf_counter() - started) / LAUNCHES)
     cuda.synchronize()
+    benchmark.group = "host time of a launch of accept_tree_kernel"
     benchmark.extra_info["host_us"] = median(times)
     benchmark.pedantic(launch, rounds=20, iterations=LAUNCHES)
     cuda.synchronize()
