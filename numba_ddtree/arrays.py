@@ -9,8 +9,9 @@ without synchronising. bfloat16, which numpy itself has not, is the dtype of `ml
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -57,8 +58,9 @@ HOST = Placement("numpy", None)
 
 def placement_of(name: str, array: Any) -> Placement:
     """Say where one array lives."""
-    library = type(array).__module__.partition(".")[0]
-    library = {"jaxlib": "jax"}.get(library, library)
+    library = _library_of(array.__class__)
+    if library == "torch" and hasattr(array, "is_cuda"):  # which is ten times as fast as its DLPack
+        return _placement(library, array.get_device()) if array.is_cuda else HOST
     # The simulator's device arrays pass numpy's DLPack on as their own.
     is_numba = hasattr(array, "__cuda_ndarray__")
     dlpack_device = None if is_numba else getattr(array, "__dlpack_device__", None)
@@ -66,10 +68,21 @@ def placement_of(name: str, array: Any) -> Placement:
         kind, index = dlpack_device()
         if int(kind) not in _DLPACK_CUDA:
             return HOST
-        return Placement(library if library in ("torch", "cupy", "jax") else "numba", int(index))
+        return _placement(library if library in ("cupy", "jax") else "numba", int(index))
     if is_numba or hasattr(array, "__cuda_array_interface__"):
-        return Placement("numba", getattr(device_view(name, array), "device_id", 0))
+        return _placement("numba", getattr(device_view(name, array), "device_id", 0))
     return HOST
+
+
+@lru_cache(maxsize=256)
+def _library_of(kind: type) -> str:
+    library = kind.__module__.partition(".")[0]
+    return {"jaxlib": "jax"}.get(library, library)
+
+
+@lru_cache(maxsize=256)
+def _placement(library: str, device_id: int) -> Placement:
+    return Placement(library, device_id)
 
 
 def gather(**arguments: Any) -> tuple[Placement, dict[str, Any]]:
@@ -178,18 +191,27 @@ def device_view(name: str, array: Any) -> Any:
     ArgumentError
         Where its dtype is neither one of numpy's nor bfloat16.
     """
-    from numba_ddtree.cuda_target import SIMULATED
-
-    if SIMULATED or isinstance(array, DeviceView):
-        return array
-    library = type(array).__module__.partition(".")[0]
-    views = {"numba": _numba_view, "numba_cuda": _numba_view, "torch": _torch_view, "cupy": _cupy_view}
-    view = views.get(library, _any_view)
+    view = _view_of(array.__class__)
     try:
         return view(array)
     except (BufferError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         got = f"{type(array).__name__} ({error})"
         raise ArgumentError(name, got, "an array of bfloat16 or of a dtype that numpy has") from error
+
+
+@lru_cache(maxsize=256)
+def _view_of(kind: type) -> Callable[[Any], Any]:
+    """Return what makes a view of arrays of one kind."""
+    from numba_ddtree.cuda_target import SIMULATED
+
+    if SIMULATED or kind is DeviceView:
+        return _same
+    views = {"numba": _numba_view, "numba_cuda": _numba_view, "torch": _torch_view, "cupy": _cupy_view}
+    return views.get(_library_of(kind), _any_view)
+
+
+def _same(array: Any) -> Any:
+    return array
 
 
 def _numba_view(array: Any) -> DeviceView:
@@ -198,9 +220,14 @@ def _numba_view(array: Any) -> DeviceView:
 
 
 def _torch_view(array: Any) -> DeviceView:
-    dtype = np.dtype(str(array.dtype).removeprefix("torch."))
+    dtype = _torch_dtype(array.dtype)
     strides = tuple(step * dtype.itemsize for step in array.stride())
-    return DeviceView(array.data_ptr(), tuple(array.shape), strides, dtype, array.device.index, array)
+    return DeviceView(array.data_ptr(), tuple(array.shape), strides, dtype, array.get_device(), array)
+
+
+@lru_cache(maxsize=64)
+def _torch_dtype(dtype: Any) -> np.dtype[Any]:
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def _cupy_view(array: Any) -> DeviceView:

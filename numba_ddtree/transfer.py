@@ -22,8 +22,8 @@ from numba_ddtree.arrays import (
     check_output,
     device_view,
     dtype_name,
-    gather,
     host_output,
+    placement_of,
 )
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.devices import (
@@ -153,11 +153,12 @@ class Transfer:
         if self._placement.on_host:
             check_output(name, host_output(name, out), shape, dtype)
             return self._numba_array(shape, dtype)[1]
-        placement, views = gather(**{name: out})
+        placement = placement_of(name, out)
         if placement.device_id != self._placement.device_id:
             raise ArgumentError(f"out, {name}", placement, str(self._placement))
-        check_output(name, views[name], shape, dtype)
-        return views[name]
+        view = device_view(name, out)
+        check_output(name, view, shape, dtype)
+        return view
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> tuple[Any, Any]:
         library, device = self._placement.library, self._placement.device_id
