@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}:", one_line(error), file=sys.stderr)
         return EXIT_BAD_USE
     except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -240,14 +241,29 @@ def _leave_closed_pipe() -> int:
     return EXIT_CLOSED_PIPE
 
 
+class _Append(argparse.Action):
+    """Append to one list before and after the command, whose parser has a namespace of its own."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        self.const.append(values)
+        setattr(namespace, self.dest, self.const)
+
+
 def _parser() -> argparse.ArgumentParser:
+    prompts: tuple[list[str], list[str]] = [], []
     parser = OneLineParser(
         prog=PROGRAM,
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_options(parser, ("json", "seed", "device", "backend", *_DECODE_DEFAULTS))
+    _add_options(parser, ("json", "seed", "device", "backend", *_DECODE_DEFAULTS), prompts)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
 
     decode = commands.add_parser(
@@ -257,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
         "text, the target's passes, acceptance and times, and whether the texts are the same. Without a "
         "prompt, excerpts of modules that the model was not trained on are continued.",
     )
-    _add_options(decode, ("json", "seed", "device", "backend", *_DECODE_DEFAULTS))
+    _add_options(decode, ("json", "seed", "device", "backend", *_DECODE_DEFAULTS), prompts)
 
     check = commands.add_parser(
         "check",
@@ -302,8 +318,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """Add options that may stand before and after the command.
+def _add_options(
+    parser: argparse.ArgumentParser,
+    names: Sequence[str],
+    prompts: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> None:
+    """Add options that may stand before and after the command; prompts and their files go to the lists.
 
     They have no default here: a default of the command's parser would undo what stood before it.
     """
@@ -316,9 +336,15 @@ def _add_options(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
             "help": "what runs: the kernels on a device, the kernels in Numba's simulator, or the numpy "
             "references; auto (the default) takes a device, or else the simulator (decode: numpy)",
         },
-        "prompt": {"action": "append", "metavar": "TEXT", "help": "a text to continue; may be repeated"},
+        "prompt": {
+            "action": _Append,
+            "const": prompts[0],
+            "metavar": "TEXT",
+            "help": "a text to continue, --prompt=TEXT if it begins with a hyphen; may be repeated",
+        },
         "prompt_file": {
-            "action": "append",
+            "action": _Append,
+            "const": prompts[1],
             "metavar": "FILE",
             "help": "a file to continue, - for standard input; may be repeated",
         },

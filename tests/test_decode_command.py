@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 
 from numba_ddtree import run
 from numba_ddtree.bundle import read_bundle
+from numba_ddtree.demo.decoders import Decoding, Round
 from numba_ddtree.demo.text import readable, shipped_prompts, token_bytes
 from numba_ddtree.environment import find_devices
 from numba_ddtree.round_bundle import read_round, reference_results
@@ -127,7 +130,15 @@ def test_a_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
         (["--prompts", "0"], "--prompts: got 0; expected a number from 1 to 64"),
         (["--prompts", "65"], "--prompts: got 65"),
         (["--plot", "figure.pdf"], "figure.pdf"),
-        (["--prompt", PROMPT, "--max-new-tokens", "2", "--trace", "no/such/folder.kdtr"], "No such file"),
+        (["--trace", "no/such/folder.kdtr"], "No such file or directory: 'no/such/folder.kdtr'"),
+        (["--plot", "no/such/folder.svg"], "No such file or directory: 'no/such/folder.svg'"),
+        (["--trace", "."], ".: not a regular file"),
+        (["--trace", "./both.svg", "--plot", "both.svg"], "--trace: got ./both.svg; expected another file"),
+        (["--prompt", "a", "--prompt", ""], "--prompt 2: got an empty prompt"),
+        (["--prompt-file", "/dev/zero"], "/dev/zero: got more than 1048576 bytes"),
+        (["--prompt-file", "/dev/null"], "/dev/null: got an empty prompt"),
+        (["--seed", str(2**63)], "seed: got 9223372036854775808"),
+        (["--backend", "simulator"], "would take hours"),
     ],
 )
 def test_bad_use_is_one_line_and_exit_code_2(
@@ -145,24 +156,175 @@ def test_bad_use_is_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interruption_prints_what_was_reached(tmp_path: Path) -> None:
-    trace = tmp_path / "rounds.kdtr"
-    command = ["--prompts", "8", "--max-new-tokens", "700", "--budget", "4", "--trace", str(trace)]
+@pytest.fixture
+def nothing_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("decoding began")
+
+    monkeypatch.setattr(Decoding, "begin", fail)
+
+
+@pytest.mark.usefixtures("nothing_decodes")
+@pytest.mark.parametrize("option", ["--trace=no/rounds.kdtr", "--plot=no/figure.svg"])
+def test_files_that_cannot_be_written_are_found_first(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert decode("--prompt", PROMPT, option) == 2
+
+
+@pytest.mark.usefixtures("nothing_decodes")
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "numba_ddtree.plot", raising=False)
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert decode("--plot", "figure.svg") == 2
+    assert "numba_ddtree[plot]" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", None)
+        assert decode("--prompt-file", "-") == 2
+    assert "standard input: got nothing" in capsys.readouterr().err
+
+
+def test_prompts_before_and_after_the_command_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--backend", "numpy", "--json", "--budget", "1", "--max-new-tokens", "1"]
+    assert run.main([*options, "--prompt", "a", "decode", "--prompt", "b"]) == 0
+    decoded = json.loads(capsys.readouterr().out)
+    assert [prompt["prompt"] for prompt in decoded["prompts"]] == ["a", "b"]
+    assert [prompt["name"] for prompt in decoded["prompts"]] == ["--prompt 1", "--prompt 2"]
+
+
+def test_seed_and_temperature_reach_the_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    def text(*arguments: str) -> object:
+        short = ("--prompt", PROMPT, "--budget", "4", "--max-new-tokens", "16")
+        return decode_json(capsys, *short, *arguments)["prompts"][0]["decoders"][0]["text"]
+
+    greedy, first, second = text(), text("--temperature", "1"), text("--temperature", "1", "--seed", "1")
+    assert len({greedy, first, second}) == 3
+    assert text("--temperature", "1", "--seed", "1") == second
+
+
+@pytest.fixture
+def faulty_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees write another third token than the target says."""
+    advance = Decoding._advance
+
+    def faulty_advance(self: Decoding, result: object, host: object) -> None:
+        advance(self, result, host)
+        tokens = self.decoded.tokens[0]
+        if self.decoder.width > 1 and len(tokens) > 2:
+            tokens[2] = 0
+
+    monkeypatch.setattr(Decoding, "_advance", faulty_advance)
+
+
+@pytest.mark.usefixtures("faulty_trees")
+def test_a_different_text_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--prompts", "2", "--budget", "4", "--max-new-tokens", "8")
+    assert decode(*arguments) == 1
+    output = capsys.readouterr().out
+    assert "1 of 2" in output
+    assert "tree 4, " in output
+    assert ": token 2 differs: " in output
+    assert decode("--json", *arguments) == 1
+    prompts = json.loads(capsys.readouterr().out)["prompts"]
+    identical = [[entry["identical"] for entry in prompt["decoders"]] for prompt in prompts]
+    assert identical == [[True, True, False], [True, True, True]]
+    difference = prompts[0]["decoders"][2]["first_difference"]
+    assert difference["place"] == 2
+    assert difference["plain"] == prompts[0]["decoders"][0]["tokens"][2]
+    assert difference["other"] == 0
+    assert difference["margin"] > 0
+
+
+@pytest.mark.parametrize("rounds", [0, 3, 20])
+def test_an_interruption_prints_what_was_reached(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In plain decoding, before its first round or after some, and in the chain."""
+    run_round, done = Decoding.run_round, []
+
+    def interrupted_round(self: Decoding) -> Round:
+        if len(done) == rounds:
+            raise KeyboardInterrupt
+        done.append(self)
+        return run_round(self)
+
+    monkeypatch.setattr(Decoding, "run_round", interrupted_round)
+    trace, plot = tmp_path / "rounds.kdtr", tmp_path / "figure.svg"
+    plot.write_text("as it was")
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "18", "--trace", str(trace), "--plot", str(plot))
+    assert decode("--json", *arguments) == 130
+    output, screen = capsys.readouterr()
+    decoded = json.loads(output)
+    assert decoded["interrupted"]
+    reached = [
+        (decoder["name"], decoder["target_passes"], decoder["finished"]) for decoder in decoded["decoders"]
+    ]
+    in_chain = rounds > 18
+    assert reached == (
+        [("plain", 18, True), ("chain", rounds - 18, False)] if in_chain else [("plain", rounds, False)]
+    )
+    assert decoded["prompts"][0]["decoders"][-1]["identical"] is None
+    assert f"interrupted in decoder '{reached[-1][0]}'" in screen
+    assert trace.exists() == in_chain
+    assert plot.read_text() == "as it was"
+    assert len(list(tmp_path.iterdir())) == 1 + trace.exists()
+
+
+@pytest.mark.parametrize("delay", [0.3, 1.0, 2.5])
+def test_an_interruption_at_any_time_leaves_no_traceback(delay: float) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "numba_ddtree.run", "--backend", "numpy", *command],
+        [sys.executable, "-m", "numba_ddtree.run", "--backend", "numpy", "--max-new-tokens", "700"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert "interrupted" in output
+    assert "interrupted" in output + errors
+
+
+def test_a_closed_pipe_leaves_the_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "rounds.kdtr"
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ["--backend", "numpy", "--prompt", PROMPT, "--budget", "2", "--max-new-tokens", "3"]
+    result = subprocess.run(
+        [sys.executable, "-m", "numba_ddtree.run", *command, "--trace", str(trace)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writer)
+    assert result.returncode == run.EXIT_CLOSED_PIPE
+    assert result.stderr == ""
+    assert read_round(trace).expected
+
+
+def test_any_terminal_will_do(tmp_path: Path) -> None:
+    """ASCII alone, 20 columns, a file's name that drives terminals, and lines longer than the screen."""
+    path = tmp_path / "\x1b[31mred.py"
+    path.write_text(f"é = '{'x' * 100}'\n")
+    command = ["--backend", "numpy", "--prompt-file", path.name, "--budget", "2", "--max-new-tokens", "3"]
+    result = subprocess.run(
+        [sys.executable, "-m", "numba_ddtree.run", *command],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "20"},
+        capture_output=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"\n\\xe9 = '" + b"x" * 100 in result.stdout
+    assert b"\\x1b[31mred.py" in result.stdout
+    assert b"\x1b" not in result.stdout
+    assert b"tokens/s" in result.stdout
 
 
 @pytest.mark.parametrize(

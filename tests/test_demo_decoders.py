@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
-from numba_ddtree import ArgumentError
+from numba_ddtree import ArgumentError, DraftTree
 from numba_ddtree.demo.array_module import array_module
-from numba_ddtree.demo.comparison import first_difference
+from numba_ddtree.demo.comparison import Difference, first_difference
 from numba_ddtree.demo.decoders import (
     PLAIN,
     Decoded,
@@ -21,6 +22,7 @@ from numba_ddtree.demo.decoders import (
     tree_decoder,
 )
 from numba_ddtree.demo.model import DemoModel, load_model
+from numba_ddtree.demo.stage_times import StageTimes
 from numba_ddtree.demo.text import shipped_prompts
 from numba_ddtree.status import FinishReason
 
@@ -43,7 +45,8 @@ def prompts(count: int, longest: int = 96) -> list[list[int]]:
 def check_same(plain: Decoded, other: Decoded) -> None:
     for prompt in range(len(plain.tokens)):
         difference = first_difference(plain, other, prompt)
-        assert difference is None or difference.margin < TIE, f"{other.decoder.name}, {prompt}: {difference}"
+        is_tie = difference is not None and difference.margin is not None and difference.margin < TIE
+        assert difference is None or is_tie, f"{other.decoder.name}, {prompt}: {difference}"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -55,6 +58,48 @@ def test_every_decoder_writes_the_same(model: DemoModel, temperature: float) -> 
         drafted = decode(model, decoder, prompts(6), settings)
         check_same(plain, drafted)
         assert drafted.num_passes < plain.num_passes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_margins_are_those_of_the_choice(model: DemoModel, temperature: float) -> None:
+    """Lowering the token's logit by a bit more than the margin changes it, by a bit less does not."""
+    settings = DecodeSettings(max_new_tokens=6, temperature=temperature, seed=2**63 - 1)
+    texts = prompts(4)
+    plain = decode(model, PLAIN, texts, settings)
+    forward = DemoModel.forward
+
+    def decode_lowered(change: float) -> Decoded:
+        def lowered_forward(tree: DraftTree, *rest: Any) -> tuple[np.ndarray, np.ndarray]:
+            logits, features = forward(model, tree, *rest)
+            for request, text in enumerate(texts):
+                if logits.shape[1] == 1 and tree.positions[request, 0] == len(text) + 2:
+                    logits[request, 0, plain.tokens[request][3]] -= plain.margins[request][3] + change
+            return logits, features
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DemoModel, "forward", lambda _, *arguments: lowered_forward(*arguments))
+            return decode(model, PLAIN, texts, settings)
+
+    less, more = decode_lowered(-1e-4), decode_lowered(1e-4)
+    assert less.tokens == plain.tokens
+    for prompt in range(len(texts)):
+        difference = first_difference(plain, more, prompt)
+        assert difference is not None
+        assert (difference.place, difference.margin) == (3, plain.margins[prompt][3])
+
+
+def test_differences() -> None:
+    def decoded(tokens: list[int]) -> Decoded:
+        margins = [[0.5] * len(tokens)]
+        return Decoded(PLAIN, [tokens], [[]], margins, [FinishReason.STOP], StageTimes(array_module("numpy")))
+
+    plain = decoded([1, 2, 3])
+    assert first_difference(plain, decoded([1, 2, 3]), 0) is None
+    assert first_difference(plain, decoded([1, 5, 3]), 0) == Difference(1, 2, 5, 0.5)
+    assert first_difference(plain, decoded([1, 2]), 0) == Difference(2, 3, None, 0.5)
+    longer = first_difference(plain, decoded([1, 2, 3, 4]), 0)
+    assert longer == Difference(3, None, 4, None)
+    assert str(longer) == "token 3 differs: None in plain decoding, 4 here"
 
 
 def test_acceptance_rises_with_the_budget(model: DemoModel) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
-from numba_ddtree import DraftTree
+from numba_ddtree import ArgumentError, DraftTree
 from numba_ddtree.demo.array_module import ROW_BLOCK, ArrayModule, array_module
 from numba_ddtree.demo.config import MASK_TOKEN, START_TOKEN, ModelConfig
-from numba_ddtree.demo.model import DemoModel, chain_chunks, load_model
+from numba_ddtree.demo.model import WEIGHTS, DemoModel, chain_chunks, load_model, read_model
 from numba_ddtree.demo.repetition import repetition
 from numba_ddtree.demo.text import shipped_prompts
 
@@ -164,6 +167,17 @@ def test_gpu_matches_numpy(model: DemoModel) -> None:
     got = np.concatenate([part.get() for part in parts], axis=1)
     for request, length in enumerate(lengths):
         np.testing.assert_allclose(got[request, :length], want[request, :length], atol=ROUNDING)
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+    whole = (files("numba_ddtree.data") / WEIGHTS).read_bytes()
+    path = tmp_path / WEIGHTS
+    for content in (b"", whole[:5], whole[:-1], save({"x": np.zeros(2, np.float32)})):
+        path.write_bytes(content)
+        with pytest.raises(ArgumentError, match=r"demo_model.safetensors: got a damaged file"):
+            read_model(path, array_module("numpy"))
+    with pytest.raises(FileNotFoundError):
+        read_model(tmp_path / "missing", array_module("numpy"))
 
 
 def test_config_survives_json() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from numba_ddtree.bundle import atomic_file
 from numba_ddtree.demo.array_module import array_module
 from numba_ddtree.demo.comparison import Difference, first_difference
 from numba_ddtree.demo.decoders import (
@@ -38,6 +40,9 @@ from numba_ddtree.tree import AcceptResult, DraftTree
 DRAWN_BUDGET = 64
 """The largest tree that can be read in a figure."""
 
+MIN_WIDTH = 80
+"""Columns that the tables need; a narrower terminal breaks their lines."""
+
 
 @dataclass
 class Outcome:
@@ -46,7 +51,6 @@ class Outcome:
     prompts: list[Prompt]
     settings: DecodeSettings
     results: list[Decoded] = field(default_factory=list)
-    finished: list[bool] = field(default_factory=list)
     interrupted: bool = False
 
     def differences(self, result: int) -> list[Difference | None]:
@@ -59,9 +63,9 @@ class Outcome:
         """Whether all finished decoders wrote the same."""
         return not any(
             difference
-            for result, finished in enumerate(self.finished)
-            if finished
-            for difference in self.differences(result)
+            for place, result in enumerate(self.results)
+            if result.is_finished
+            for difference in self.differences(place)
         )
 
 
@@ -74,14 +78,14 @@ def run_decode(options: argparse.Namespace, backend: Literal["numpy", "cuda"]) -
         An option out of range, or a prompt that is empty or too long.
     BackendError
         The GPU backend without cupy.
+    BundleError
+        A file to write is something else than a file.
+    ImportError
+        A figure without matplotlib.
     OSError
         A file cannot be read or written.
     """
-    is_plotted = options.plot is not None
-    if is_plotted:
-        from numba_ddtree.plot import check_plot_path
-
-        check_plot_path(options.plot)
+    _check_outputs(options.trace, options.plot)
     prompts = given_prompts(options.prompt, options.prompt_file) or shipped_prompts(options.prompts)
     model = load_model(array_module(backend, options.device))
     settings = DecodeSettings(options.max_new_tokens, options.temperature, options.seed)
@@ -92,14 +96,43 @@ def run_decode(options: argparse.Namespace, backend: Literal["numpy", "cuda"]) -
     outcome = Outcome(prompts, settings)
     with _Screen(to_stderr=options.json) as screen:
         _decode_all(model, decoders, outcome, screen, trace, drawn)
-        screen.show(outcome)
-    if options.json:
-        print(json.dumps(as_json(outcome, backend), indent=2))
-    if trace is not None and not (outcome.interrupted and trace.is_empty):
-        trace.write(options.trace)
-    if is_plotted and not outcome.interrupted:
-        _plot(outcome, drawn, options.plot)
+        try:
+            screen.show(outcome)
+            if options.json:
+                print(json.dumps(as_json(outcome, backend), indent=2), flush=True)
+        finally:  # whoever read the screen may have left
+            if trace is not None and not (outcome.interrupted and trace.is_empty):
+                trace.write(options.trace)
+            if options.plot is not None and not outcome.interrupted:
+                _plot(outcome, drawn, options.plot)
     return outcome
+
+
+def _check_outputs(trace: str | None, plot: str | None) -> None:
+    """Find now, and not after minutes of decoding, that a file cannot be written."""
+    if plot is not None:
+        from numba_ddtree.plot import check_plot_path
+
+        check_plot_path(plot)
+    if trace is not None and plot is not None and os.path.realpath(trace) == os.path.realpath(plot):
+        raise ArgumentError("--trace", trace, "another file than that of --plot")
+    for path in (trace, plot):
+        if path is not None:
+            _check_writable(path)
+
+
+class _UnwrittenError(Exception):
+    """Leaves a file unwritten."""
+
+
+def _check_writable(path: str) -> None:
+    try:
+        with atomic_file(path):
+            raise _UnwrittenError
+    except _UnwrittenError:
+        pass
+    except OSError as error:  # it names a file that the caller knows nothing of
+        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _decode_all(
@@ -119,14 +152,12 @@ def _decode_all(
             screen.start(decoder, len(tokens) * outcome.settings.max_new_tokens)
             decoding = Decoding.begin(model, decoder, tokens, outcome.settings)
             outcome.results.append(decoding.decoded)
-            outcome.finished.append(False)
             while not decoding.is_done:
                 this_round = decoding.run_round()
                 screen.advance(decoding.decoded.num_tokens)
                 drawn.offer(this_round)
                 if trace is not None:
                     trace.add(this_round)
-            outcome.finished[-1] = True
     except KeyboardInterrupt:
         outcome.interrupted = True
 
@@ -140,7 +171,7 @@ def _compile_kernels(
 
 
 class _DrawnRound:
-    """The round to draw: of the trees of one budget, the first with the longest accepted path."""
+    """The round to draw: of the trees that can be read, the first with the longest accepted path."""
 
     def __init__(self, smallest_budget: int) -> None:
         self._most_nodes = max(smallest_budget, DRAWN_BUDGET)
@@ -173,11 +204,18 @@ def _plot(outcome: Outcome, drawn: _DrawnRound, path: str) -> None:
     plot_decode(acceptance, chain.mean_accept_length, drawn.tree, drawn.accepted, token_bytes, path)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Leave a closed pipe to the caller; by default this would end the process."""
+        raise BrokenPipeError
+
+
 class _Screen:
     """Progress, texts and the table; with JSON on stdout, all of it on stderr."""
 
     def __init__(self, to_stderr: bool) -> None:
-        self._console = Console(stderr=to_stderr, highlight=False)
+        self._console = _Console(stderr=to_stderr, highlight=False)
+        self._console.width = max(self._console.width, MIN_WIDTH)
         bar = Console(stderr=True)
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         self._progress = Progress(*columns, console=bar, transient=True, disable=not bar.is_terminal)
@@ -209,21 +247,34 @@ class _Screen:
         self._show_texts(outcome)
         for table in (_results_table(outcome), _times_table(outcome)):
             self._console.print(table)
-        for place, finished in enumerate(outcome.finished):
-            for prompt, difference in enumerate(outcome.differences(place) if finished else []):
+        for place, result in enumerate(outcome.results):
+            if not result.is_finished:
+                continue
+            for prompt, difference in zip(outcome.prompts, outcome.differences(place), strict=True):
                 if difference is not None:
-                    name = outcome.prompts[prompt].name
-                    self._console.print(Text(f"{outcome.results[place].decoder.name}, {name}: {difference}"))
+                    self._print(Text(f"{result.decoder.name}, {self._shown(prompt.name)}: {difference}"))
         if outcome.interrupted:
-            self._console.print(f"interrupted in decoder {outcome.results[-1].decoder.name!r}")
+            last = outcome.results[-1]
+            where = "after" if last.is_finished else "in"
+            self._console.print(f"interrupted {where} decoder {last.decoder.name!r}")
 
     def _show_texts(self, outcome: Outcome) -> None:
         """Print each prompt and its continuation by plain decoding."""
+        line = "-" if self._console.options.ascii_only else "─"
         for prompt, tokens in zip(outcome.prompts, outcome.results[0].tokens, strict=True):
-            self._console.rule(Text(prompt.name), align="left")
-            text = Text(readable(prompt.text), "dim")
-            self._console.print(text.append(readable(bytes(tokens)), "not dim bold"))
-        self._console.rule()
+            self._console.rule(Text(self._shown(prompt.name)), characters=line, align="left")
+            text = Text(self._shown(readable(prompt.text)), "dim")
+            self._print(text.append(self._shown(readable(bytes(tokens))), "not dim bold"))
+        self._console.rule(characters=line)
+
+    def _print(self, text: Text) -> None:
+        """Print long lines whole: a line break would be one of the text's."""
+        self._console.print(text, soft_wrap=True)
+
+    def _shown(self, text: str) -> str:
+        """Escape what the output's encoding lacks."""
+        encoding = self._console.encoding
+        return text.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 def _results_table(outcome: Outcome) -> Table:
@@ -257,7 +308,7 @@ def _new_table(*headings: str, title: str | None = None) -> Table:
 
 
 def _identical(outcome: Outcome, place: int) -> str:
-    if not outcome.finished[place]:
+    if not outcome.results[place].is_finished:
         return "unfinished"
     same = sum(difference is None for difference in outcome.differences(place))
     return "yes" if same == len(outcome.prompts) else f"{same} of {len(outcome.prompts)}"
@@ -292,9 +343,9 @@ def as_json(outcome: Outcome, backend: str) -> dict[str, Any]:
                 "tokens_per_second": tokens_per_second(result),
                 "seconds": result.times.seconds,
                 "repetition": mean_repetition(result),
-                "finished": finished,
+                "finished": result.is_finished,
             }
-            for result, finished in zip(outcome.results, outcome.finished, strict=True)
+            for result in outcome.results
         ],
         "prompts": [
             {
@@ -310,13 +361,14 @@ def as_json(outcome: Outcome, backend: str) -> dict[str, Any]:
 def _continuation(outcome: Outcome, place: int, prompt: int) -> dict[str, Any]:
     result = outcome.results[place]
     tokens = result.tokens[prompt]
-    difference = first_difference(outcome.results[0], result, prompt)
+    is_finished = result.is_finished
+    difference = first_difference(outcome.results[0], result, prompt) if is_finished else None
     return {
         "name": result.decoder.name,
         "text": bytes(tokens).decode(errors="backslashreplace"),
         "tokens": tokens,
         "accept_lengths": result.accept_lengths[prompt],
         "finish_reason": result.finish_reasons[prompt].name.lower(),
-        "identical": difference is None if outcome.finished[place] else None,
-        "first_difference": difference.as_json() if difference and outcome.finished[place] else None,
+        "identical": difference is None if is_finished else None,
+        "first_difference": difference.as_json() if difference else None,
     }

@@ -18,16 +18,17 @@ class Difference:
         Counted in new tokens.
     plain, other : int or None
         The tokens; None past the end of a text.
-    margin : float
-        How far the target's best logit was above the second there, when it decoded token by token. A margin
-        of the size of float32's rounding errors (about 1e-4) is a tie that another order of summation breaks
-        the other way; a larger one is a fault.
+    margin : float or None
+        How far the target's best token was above the second there, in logits, when it decoded token by
+        token; see `Decoded.margins`. A margin of the size of float32's rounding errors (about 1e-4) is a tie
+        that another order of summation breaks the other way; a larger one is a fault, as is a text that ends
+        elsewhere, which has none.
     """
 
     place: int
     plain: int | None
     other: int | None
-    margin: float
+    margin: float | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -35,7 +36,8 @@ class Difference:
 
     def __str__(self) -> str:
         tokens = f"{self.plain} in plain decoding, {self.other} here"
-        return f"token {self.place} differs: {tokens}; the target's margin was {self.margin:.2g}"
+        margin = "" if self.margin is None else f"; the target's margin was {self.margin:.2g}"
+        return f"token {self.place} differs: {tokens}{margin}"
 
 
 def first_difference(plain: Decoded, other: Decoded, prompt: int) -> Difference | None:
@@ -50,5 +52,4 @@ def first_difference(plain: Decoded, other: Decoded, prompt: int) -> Difference 
         return tokens[place] if place < len(tokens) else None
 
     margins = plain.margins[prompt]
-    margin = margins[place] if place < len(margins) else float("nan")
-    return Difference(place, token(expected), token(got), margin)
+    return Difference(place, token(expected), token(got), margins[place] if place < len(margins) else None)

@@ -27,6 +27,7 @@ from numba_ddtree.demo.model import DemoModel, chain_chunks
 from numba_ddtree.demo.stage_times import StageTimes
 from numba_ddtree.draft_topk import DraftCandidates, draft_topk
 from numba_ddtree.errors import ArgumentError
+from numba_ddtree.refs.choose_tokens import gumbel, random_bits
 from numba_ddtree.status import FinishReason
 from numba_ddtree.tree import Array
 
@@ -130,7 +131,8 @@ class Decoded:
     accept_lengths : list of list of int
         Tokens of each of a request's rounds, which are its target passes.
     margins : list of list of float
-        For plain decoding, how far the best logit was above the second at each token.
+        For plain decoding, how far the best token was above the second at each place, in logits; at a
+        temperature, of logits to which the noise of the draw is added.
     finish_reasons : list of FinishReason
     times : StageTimes
     """
@@ -141,6 +143,11 @@ class Decoded:
     margins: list[list[float]]
     finish_reasons: list[FinishReason]
     times: StageTimes
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every text has ended."""
+        return FinishReason.UNFINISHED not in self.finish_reasons
 
     @property
     def num_tokens(self) -> int:
@@ -337,7 +344,7 @@ class Decoding:
                 rows = xp.arange(len(features))[:, None], xp.maximum(result.accepted_indices, 0)
                 self.model.read_features(features[rows], self.prefix_lengths, self.draft_cache)
         else:
-            self._note_margins(logits, host)
+            self._note_margins(logits, tree, host)
         self._advance(result, host)
         return this_round
 
@@ -408,10 +415,16 @@ class Decoding:
         )
         return target_tokens, result
 
-    def _note_margins(self, logits: Array, host: AcceptResult) -> None:
-        best_two = np.sort(self.model.module.to_host(logits[:, 0]), axis=-1)[:, -2:]
-        for request in np.flatnonzero(host.accept_length):
-            self.decoded.margins[request].append(float(best_two[request, 1] - best_two[request, 0]))
+    def _note_margins(self, logits: Array, tree: DraftTree, host: AcceptResult) -> None:
+        to_host, settings = self.model.module.to_host, self.settings
+        scores = to_host(logits[:, 0]).astype(np.float64)  # [B, V]
+        positions = to_host(tree.positions)[:, 0].tolist()
+        for request in np.flatnonzero(host.accept_length).tolist():
+            if settings.temperature:
+                bits = random_bits(settings.seed, request, positions[request], NUM_OUTPUT_TOKENS)
+                scores[request] += settings.temperature * gumbel(bits)
+            second, best = np.sort(scores[request])[-2:].tolist()
+            self.decoded.margins[request].append(best - second)
 
     def _advance(self, result: AcceptResult, host: AcceptResult) -> None:
         xp = self.model.module.xp

@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from numba_ddtree import DraftTree, verify_attention
 from numba_ddtree.demo.array_module import ArrayModule
 from numba_ddtree.demo.config import MASK_TOKEN, ModelConfig
+from numba_ddtree.errors import ArgumentError
 from numba_ddtree.tree import Array
 
 WEIGHTS = "demo_model.safetensors"
@@ -277,12 +278,24 @@ def load_model(module: ArrayModule) -> DemoModel:
 
 
 def read_model(path: str | os.PathLike[str], module: ArrayModule) -> DemoModel:
-    """Read a model that `tools/train_demo_model.py` wrote: bfloat16 in the file, float32 in memory."""
+    """Read a model that `tools/train_demo_model.py` wrote: bfloat16 in the file, float32 in memory.
+
+    Raises
+    ------
+    ArgumentError
+        The file holds something else, or not all of it.
+    OSError
+        It cannot be read.
+    """
     weights = {}
-    with safe_open(path, framework="numpy") as stored:
-        config = ModelConfig.from_json(stored.metadata()["config"])
-        for name in stored.keys():  # noqa: SIM118 - it is no mapping
-            weights[name] = module.xp.asarray(stored.get_tensor(name).astype(np.float32))
+    try:
+        with safe_open(path, framework="numpy") as stored:
+            config = ModelConfig.from_json((stored.metadata() or {})["config"])
+            for name in stored.keys():  # noqa: SIM118 - it is no mapping
+                weights[name] = module.xp.asarray(stored.get_tensor(name).astype(np.float32))
+    except (SafetensorError, KeyError) as error:
+        expected = "a whole file that tools/train_demo_model.py wrote"
+        raise ArgumentError(os.fspath(path), f"a damaged file ({error})", expected) from error
     return make_model(config, module, weights)
 
 

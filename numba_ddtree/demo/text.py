@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
+from typing import BinaryIO
 
 from numba_ddtree.demo.config import START_TOKEN
 from numba_ddtree.errors import ArgumentError
 
 PROMPTS = "demo_prompts.json"
 STANDARD_INPUT = "-"
+MOST_BYTES = 1 << 20
+"""Of a file that is read: far more than a model takes, and an end to a device that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Prompt:
     Attributes
     ----------
     name : str
-        Where it comes from.
+        Where it comes from, fit for a terminal.
     text : bytes
     """
 
@@ -51,20 +54,35 @@ def given_prompts(texts: Sequence[str], paths: Sequence[str]) -> list[Prompt]:
     Raises
     ------
     ArgumentError
-        An empty prompt.
+        An empty prompt, a file that is far too long, or standard input that is closed.
     OSError
         A file cannot be read.
     """
-    prompts = [Prompt("--prompt", text.encode(errors="surrogateescape")) for text in texts]
-    for path in paths:
-        if path == STANDARD_INPUT:
-            prompts.append(Prompt("standard input", sys.stdin.buffer.read()))
-        else:
-            prompts.append(Prompt(path, Path(path).read_bytes()))
+    prompts = [
+        Prompt(f"--prompt {number}" if len(texts) > 1 else "--prompt", os.fsencode(text))
+        for number, text in enumerate(texts, start=1)
+    ]
+    prompts += map(_read_prompt, paths)
     for prompt in prompts:
         if not prompt.text:
             raise ArgumentError(prompt.name, "an empty prompt", "text")
     return prompts
+
+
+def _read_prompt(path: str) -> Prompt:
+    if path != STANDARD_INPUT:
+        with open(path, "rb") as file:
+            return _read_open(readable(os.fsencode(path)), file)
+    if sys.stdin is None:
+        raise ArgumentError("standard input", "nothing: it is closed", "a prompt")
+    return _read_open("standard input", sys.stdin.buffer)
+
+
+def _read_open(name: str, file: BinaryIO) -> Prompt:
+    text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ArgumentError(name, f"more than {MOST_BYTES} bytes", "a prompt that the model has room for")
+    return Prompt(name, text)
 
 
 def token_bytes(token: int) -> bytes:
