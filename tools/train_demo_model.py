@@ -1,6 +1,6 @@
 """Train the demo model and its drafter on the source of Python's standard library.
 
-    python tools/train_demo_model.py FOLDER            # some seven minutes on one H200
+    python tools/train_demo_model.py FOLDER            # some five minutes on one H200
     python tools/train_demo_model.py FOLDER --tiny     # seconds on a CPU
 
 FOLDER gets demo_model.safetensors (bfloat16), demo_model.md (the model card) and demo_prompts.json. Needs
