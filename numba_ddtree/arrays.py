@@ -21,7 +21,10 @@ from numpy.typing import DTypeLike, NDArray
 from numba_ddtree.errors import ArgumentError
 
 StreamLike: TypeAlias = Any
-"""A stream of cuda.core, torch, cupy or numba, anything with ``__cuda_stream__``, a raw handle, or None."""
+"""A stream of cuda.core, torch, cupy or numba, anything with ``__cuda_stream__``, a raw handle, or None.
+
+Or a `numba_ddtree.launch.LaunchSequence`, which takes the launches to make them later.
+"""
 
 TOKEN_DTYPES = (np.int32, np.int64)
 FLOAT_DTYPES = (np.float32, np.float16, bfloat16)
