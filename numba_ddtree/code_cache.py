@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,9 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from numba_ddtree.bundle import atomic_file
+from numba_ddtree.errors import BundleError
 
 PACKAGES = ("numba", "numba-cuda", "llvmlite", "numpy")
 LIBRARIES = ("nvvm", "nvJitLink")
@@ -61,17 +63,23 @@ def place_of(function: Callable[..., Any], compiled_for: tuple[Any, ...]) -> Pat
         What else its code depends on; hashed as text.
     """
     is_own = function.__module__.partition(".")[0] == "numba_ddtree"
-    if not is_own or os.environ.get(CACHE_VARIABLE, "1") in ("", "0") or (sources := _sources()) is None:
+    if not is_own or os.environ.get(CACHE_VARIABLE, "1") in ("", "0"):
         return None
-    parts = (function.__module__, function.__qualname__, *map(str, compiled_for), _settings(), _toolchain())
-    digest = hashlib.sha256("\0".join((*parts, sources)).encode()).hexdigest()
-    return folder() / f"{function.__name__}-{digest[:32]}.cubin"
+    where, sources, toolchain = folder(), _sources(), _toolchain()
+    if where is None or sources is None or toolchain is None:
+        return None
+    parts = (function.__module__, function.__qualname__, *compiled_for, _settings(), toolchain, sources)
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+    return where / f"{function.__name__}-{digest[:32]}.cubin"
 
 
-def folder() -> Path:
-    """Return the folder that code is kept in."""
+def folder() -> Path | None:
+    """Return the folder that code is kept in; None for a user without a home."""
     given = os.environ.get(FOLDER_VARIABLE) or os.environ.get("XDG_CACHE_HOME")
-    return Path(given or Path.home() / ".cache") / "numba_ddtree"
+    try:
+        return Path(given or Path.home() / ".cache") / "numba_ddtree"
+    except RuntimeError:
+        return None
 
 
 def read(place: Path | None) -> Code | None:
@@ -94,10 +102,9 @@ def write(place: Path | None, code: Code) -> None:
     digest = hashlib.sha256(name + code.code).hexdigest().encode()
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
+        with atomic_file(place) as file:
             file.write(b"\n".join((name, digest, code.code)))
-        os.replace(file.name, place)
-    except OSError:
+    except (OSError, BundleError):
         return
 
 
@@ -128,9 +135,12 @@ def _sources() -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _toolchain() -> str:
-    """Describe what compiles by versions, and the toolkit's libraries, which tell none, by their files."""
-    from cuda.pathfinder import load_nvidia_dynamic_lib
+def _toolchain() -> str | None:
+    """Describe what compiles by versions, and the toolkit's libraries, which tell none, by their files.
+
+    None where a library is not found.
+    """
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     found = [platform.python_version()]
     for package in PACKAGES:
@@ -139,7 +149,10 @@ def _toolchain() -> str:
         except PackageNotFoundError:
             found.append("")
     for library in LIBRARIES:
-        path = load_nvidia_dynamic_lib(library).abs_path
-        stat = Path(path).stat()
+        try:
+            path = load_nvidia_dynamic_lib(library).abs_path
+            stat = Path(path).stat()
+        except (DynamicLibNotFoundError, OSError):
+            return None
         found.append(f"{path} {stat.st_size} {stat.st_mtime_ns}")
     return repr(found)

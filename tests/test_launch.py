@@ -261,6 +261,10 @@ def test_code_has_a_place_of_its_own_for_all_that_it_depends_on(
     assert len(places) == 7
 
 
+def no_home() -> Path:
+    raise RuntimeError("no home")
+
+
 def test_code_is_not_kept_where_that_is_not_wanted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def of_others() -> None: ...
 
@@ -268,6 +272,16 @@ def test_code_is_not_kept_where_that_is_not_wanted(cache: Path, monkeypatch: pyt
     monkeypatch.setattr(code_cache, "_sources", lambda: None)
     assert code_cache.place_of(ADVANCE.function, ()) is None
     monkeypatch.setattr(code_cache, "_sources", lambda: "sources")
+    with monkeypatch.context() as patch:
+        patch.setattr(code_cache, "LIBRARIES", ("no_such_library",))
+        code_cache._toolchain.cache_clear()
+        assert code_cache.place_of(ADVANCE.function, ()) is None
+    code_cache._toolchain.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.delenv(code_cache.FOLDER_VARIABLE)
+        patch.delenv("XDG_CACHE_HOME", raising=False)
+        patch.setattr(Path, "home", no_home)
+        assert code_cache.place_of(ADVANCE.function, ()) is None
     monkeypatch.setenv(code_cache.CACHE_VARIABLE, "0")
     assert code_cache.place_of(ADVANCE.function, ()) is None
     code_cache.write(None, code_cache.Code("name", b"code"))
