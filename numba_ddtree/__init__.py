@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from numba_ddtree.bundle import Bundle, read_bundle, write_bundle
     from numba_ddtree.choose_tokens import choose_tokens
-    from numba_ddtree.draft_topk import DraftCandidates, draft_topk
+    from numba_ddtree.draft_topk import DraftCandidates, draft_topk, draft_topk_workspace_shape
     from numba_ddtree.draw import draw_tree
     from numba_ddtree.errors import ArgumentError, BackendError, BundleError, DDTreeError
     from numba_ddtree.kv_caches import KVCaches
     from numba_ddtree.kv_compact import compact_kv
+    from numba_ddtree.launch import LaunchSequence, warmup
+    from numba_ddtree.round import DDTreeRound
+    from numba_ddtree.round_state import RoundState
     from numba_ddtree.status import FinishReason, TreeStatus
     from numba_ddtree.tree import AcceptResult, DraftTree
     from numba_ddtree.tree_accept import accept_tree
@@ -32,19 +35,24 @@ _HOMES = {
     "Bundle": "bundle",
     "BundleError": "errors",
     "DDTreeError": "errors",
+    "DDTreeRound": "round",
     "DraftCandidates": "draft_topk",
     "DraftTree": "tree",
     "FinishReason": "status",
     "KVCaches": "kv_caches",
+    "LaunchSequence": "launch",
+    "RoundState": "round_state",
     "TreeStatus": "status",
     "accept_tree": "tree_accept",
     "build_tree": "tree_build",
     "choose_tokens": "choose_tokens",
     "compact_kv": "kv_compact",
     "draft_topk": "draft_topk",
+    "draft_topk_workspace_shape": "draft_topk",
     "draw_tree": "draw",
     "read_bundle": "bundle",
     "verify_attention": "tree_attention",
+    "warmup": "launch",
     "write_bundle": "bundle",
 }
 
@@ -55,19 +63,24 @@ __all__ = [
     "Bundle",
     "BundleError",
     "DDTreeError",
+    "DDTreeRound",
     "DraftCandidates",
     "DraftTree",
     "FinishReason",
     "KVCaches",
+    "LaunchSequence",
+    "RoundState",
     "TreeStatus",
     "accept_tree",
     "build_tree",
     "choose_tokens",
     "compact_kv",
     "draft_topk",
+    "draft_topk_workspace_shape",
     "draw_tree",
     "read_bundle",
     "verify_attention",
+    "warmup",
     "write_bundle",
 ]
 
