@@ -16,10 +16,14 @@ import pytest
 
 from numba_ddtree import run
 from numba_ddtree.bundle import read_bundle
-from numba_ddtree.demo.decoders import Decoding, Round
+from numba_ddtree.demo.array_module import array_module
+from numba_ddtree.demo.command import mean_repetition
+from numba_ddtree.demo.decoders import PLAIN, Decoded, Decoding, Round
+from numba_ddtree.demo.stage_times import StageTimes
 from numba_ddtree.demo.text import readable, shipped_prompts, token_bytes
 from numba_ddtree.environment import find_devices
 from numba_ddtree.round_bundle import read_round, reference_results
+from numba_ddtree.status import FinishReason
 
 HAS_DEVICE = bool(find_devices()[0])
 PROMPT = "def main():\n    "
@@ -56,7 +60,11 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [decoder["name"] for decoder in decoded["decoders"]] == ["plain", "chain", "tree 16"]
     assert [decoder["tokens"] for decoder in decoded["decoders"]] == [40] * 3
     assert decoded["decoders"][0]["target_passes"] == 40
-    assert {"draft", "build", "verify", "accept", "compact"} <= set(decoded["decoders"][1]["seconds"])
+    for decoder in decoded["decoders"]:
+        seconds = dict(decoder["seconds"])
+        del seconds["prompt"]
+        assert decoder["tokens_per_second"] == pytest.approx(40 / sum(seconds.values()))
+    assert set(seconds) == {"draft", "build", "verify", "accept", "compact"}
     for prompt, shipped in zip(decoded["prompts"], shipped_prompts(2), strict=True):
         assert prompt["prompt"] == shipped.text.decode()
         texts = [entry["tokens"] for entry in prompt["decoders"]]
@@ -64,6 +72,13 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert [entry["identical"] for entry in prompt["decoders"]] == [True] * 3
         assert bytes(texts[0]).decode(errors="backslashreplace") == prompt["decoders"][0]["text"]
         assert all(sum(entry["accept_lengths"]) == 20 for entry in prompt["decoders"])
+
+
+def test_repetition_is_a_mean_over_the_texts() -> None:
+    texts = [[7] * 33, list(range(40))]
+    times = StageTimes(array_module("numpy"))
+    decoded = Decoded(PLAIN, texts, [[], []], [[], []], [FinishReason.LENGTH] * 2, times)
+    assert mean_repetition(decoded) == 0.25
 
 
 def test_prompts_come_from_options_files_and_standard_input(
@@ -81,7 +96,7 @@ def test_prompts_come_from_options_files_and_standard_input(
 def test_a_trace_is_a_round_that_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "rounds.kdtr")
     decoded = decode_json(
-        capsys, "--prompts", "2", "--budget", "4,32", "--max-new-tokens", "19", "--trace", path
+        capsys, "--prompts", "4", "--budget", "4,32", "--max-new-tokens", "19", "--trace", path
     )
     tensors = read_bundle(path).tensors
     drafted = decoded["decoders"][1:]
@@ -94,6 +109,7 @@ def test_a_trace_is_a_round_that_replays(tmp_path: Path, capsys: pytest.CaptureF
             rows = (tensors["trace/decoder"] == place) & (tensors["trace/prompt"] == index)
             tokens = tensors["expected/tokens"][rows]
             assert tokens[tokens >= 0].tolist() == entry["tokens"]
+            assert tensors["trace/round"][rows].tolist() == list(range(len(entry["accept_lengths"])))
     assert run.main(["round", path, "--backend", "numpy"]) == 0
     bundle = read_round(path)
     for stage, arrays in reference_results(bundle.inputs).items():
