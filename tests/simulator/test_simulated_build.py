@@ -58,9 +58,9 @@ def test_levels_that_do_not_fit_are_made_anew(monkeypatch: pytest.MonkeyPatch, s
         expand_level(draft, paths, row, *args)
 
     def refusing(*args: Any) -> None:
-        pytest.fail("nodes are popped one by one, though there is room for twice the budget")
+        pytest.fail("nodes are popped one by one, though there is room for a tenth more than the budget")
 
-    monkeypatch.setattr(tree_build, "capacity_for", lambda budget: 2 * budget)
+    monkeypatch.setattr(tree_build, "capacity_for", lambda budget: budget + budget // 10)
     monkeypatch.setattr(tree_build, "pop_tree", refusing)
     monkeypatch.setattr(tree_sums, "expand_level", recording)
     log_probs = make_rows(rng, "realistic", 6, 8)
