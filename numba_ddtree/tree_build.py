@@ -78,7 +78,7 @@ LOWEST = float(np.finfo(np.float64).min)
 # A block for budgets up to SMALL_BUDGET and for all others: few warps meet at a barrier sooner, and many
 # have more log-probs under way.
 SMALL_BUDGET, SMALL_WIDTH = 128, 256
-FEW_THREADS, MANY_THREADS = block_threads(128), block_threads(512)
+FEW_THREADS, MANY_THREADS = block_threads(256), block_threads(512)
 # Tree and search together take about 88 KB for 1024 nodes; what is left of this, which every device
 # has, holds the first ranks of each row.
 SHARED_WORDS = 99 * 1024 // 4

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from numba_ddtree.cuda_target import cuda, device_routine, float64, int32, int64, uint32
 from numba_ddtree.device.bits import bits_of, value_of
 from numba_ddtree.device.draft_rows import log_prob
@@ -268,30 +270,49 @@ def count_extended_spurs(rows: Any, paths: Any, bound: Any, threads: Any) -> Non
 
 
 @device_routine
-def is_child_kept(rows: Any, bound: Any, score: Any, product: Any, total: Any, row: Any, rank: Any) -> Any:
+def is_child_kept(
+    rows: Any, bound: Any, child_score: Any, product: Any, total: Any, row: Any, rank: Any
+) -> Any:
     """Whether a child may be a node: within the limits and the bounds, or a seed.
 
     Of two children the one of the smaller rank is kept if the other is.
     """
     if rank >= rows.width or uint32(total + product * (rank + uint32(1))) > rows.budget:
         return False
-    if product == uint32(1) and rank == uint32(0) and row < rows.seeds:
-        return True
-    return score + log_prob(rows, row, rank) >= bound
+    return child_score >= bound or (product == uint32(1) and rank == uint32(0) and row < rows.seeds)
 
 
 @device_routine
 def parent_score(paths: Any, row: Any, parent: Any, product: Any) -> Any:
     """Score of a continuation of `row` places, which for a seed is not what is kept with it."""
-    return paths.chain[row] if product == uint32(1) else paths.score[parent]
+    on_chain = paths.chain[row]
+    kept_with_it = paths.score[parent]
+    return on_chain if product == uint32(1) else kept_with_it
 
 
 @device_routine
-def store_child(rows: Any, paths: Any, row: Any, parent: Any, rank: Any, place: Any, counts: Any) -> None:
-    """Store a continuation, where there is room, and count it if it is none of the spurs counted."""
-    bounds = paths.bounds[parent]
+def any_log_prob(rows: Any, row: Any, rank: Any) -> Any:
+    """Log-prob of a candidate, -inf beyond the limits."""
+    return log_prob(rows, row, rank) if rank < rows.width else -np.inf
+
+
+@device_routine
+def store_child(
+    rows: Any,
+    paths: Any,
+    row: Any,
+    parent: Any,
+    bounds: Any,
+    score: Any,
+    rank: Any,
+    place: Any,
+    counts: Any,
+) -> None:
+    """Store a child, where there is room, and count it if it is none of the spurs counted.
+
+    `score` is the child's, `bounds` are its parent's.
+    """
     product = product_of(bounds)
-    score = parent_score(paths, row, parent, product) + log_prob(rows, row, rank)
     deviations = uint32(deviations_of(bounds))
     if rank > uint32(0):
         deviations = min(uint32(deviations + uint32(1)), uint32(2))
@@ -318,49 +339,63 @@ def expand_few(
     thread = uint32(cuda.threadIdx.x)
     lane = uint32(thread % uint32(LANES))
     shift = uint32(TEAM_SHIFT)
-    while shift < uint32(5) and (uint32(end - start) << (shift + uint32(1))) <= uint32(threads):
-        shift = uint32(shift + uint32(1))
+    if (uint32(end - start) << uint32(TEAM_SHIFT + 1)) <= uint32(threads):
+        shift = uint32(TEAM_SHIFT + 1)
+    if (uint32(end - start) << uint32(TEAM_SHIFT + 2)) <= uint32(threads):
+        shift = uint32(TEAM_SHIFT + 2)
+    if uint32(start + ((thread - lane) >> shift)) >= end:  # no lane of the warp has a parent
+        return
     size = uint32(uint32(1) << shift)
     member = uint32(thread & (size - uint32(1)))
-    leader = uint32(lane - member)
-    team = uint32((uint32(0xFFFFFFFF) >> (uint32(LANES) - size)) << leader)
-    if uint32(start + ((thread - lane) >> shift)) >= end:  # of no lane of the warp
-        return
     parent = uint32(start + (thread >> shift))
     goes_on = parent < end
-    bounds = paths.bounds[parent] if goes_on else uint32(1)
+    parent = min(parent, uint32(end - uint32(1)))
+    first_log_prob = any_log_prob(rows, row, member)  # does not wait for what the parent is
+    bounds = paths.bounds[parent]
     product = product_of(bounds)
     total = sum_of(bounds)
-    score = parent_score(paths, row, parent, product) if goes_on else 0.0
+    score = parent_score(paths, row, parent, product)
+    first_score = score + first_log_prob
+    leader = uint32(lane - member)
+    team = uint32((uint32(0xFFFFFFFF) >> (uint32(LANES) - size)) << leader)
     children = uint32(0)
+    child_score = first_score
     while True:
-        kept = goes_on and is_child_kept(rows, bound, score, product, total, row, uint32(children + member))
+        rank = uint32(children + member)
+        kept = goes_on and is_child_kept(rows, bound, child_score, product, total, row, rank)
         kept_of_team = uint32(cuda.popc(uint32(warp_ballot(kept) & team)))
         goes_on = kept_of_team == size
         children = uint32(children + kept_of_team)
         if warp_ballot(goes_on) == uint32(0):
             break
+        child_score = score + any_log_prob(rows, row, uint32(children + member))
     base = int32(0)
     if member == uint32(0) and children > uint32(0):
         base = cuda.atomic.add(paths.counters, counter, int32(children))
     place = uint32(uint32(end) + uint32(warp_broadcast(base, int32(leader))))
+    child_score = first_score
     rank = member
     while rank < children:
-        store_child(rows, paths, row, parent, rank, uint32(place + rank), counts)
+        store_child(rows, paths, row, parent, bounds, child_score, rank, uint32(place + rank), counts)
         rank = uint32(rank + size)
+        child_score = score + any_log_prob(rows, row, rank)
 
 
 @device_routine
 def count_children(rows: Any, bound: Any, score: Any, product: Any, total: Any, row: Any) -> Any:
     """Count the children that are kept, by doubling and halving; one lane's work."""
     step = uint32(1)
-    while is_child_kept(rows, bound, score, product, total, row, uint32(step - uint32(1))):
+    child_score = score + any_log_prob(rows, row, uint32(0))
+    while is_child_kept(rows, bound, child_score, product, total, row, uint32(step - uint32(1))):
         step = uint32(step + step)
+        child_score = score + any_log_prob(rows, row, uint32(step - uint32(1)))
     step = uint32(step >> uint32(1))
     children = step
     step = uint32(step >> uint32(1))
     while step > uint32(0):
-        if is_child_kept(rows, bound, score, product, total, row, uint32(children + step - uint32(1))):
+        rank = uint32(children + step - uint32(1))
+        child_score = score + any_log_prob(rows, row, rank)
+        if is_child_kept(rows, bound, child_score, product, total, row, rank):
             children = uint32(children + step)
         step = uint32(step >> uint32(1))
     return children
@@ -401,7 +436,10 @@ def expand_many(
             rank = uint32(index - warp_broadcast(before, owner))
             if index < count:
                 place = uint32(uint32(end) + uint32(base + index))
-                store_child(rows, paths, row, uint32(first + uint32(owner)), rank, place, counts)
+                parent = uint32(first + uint32(owner))
+                bounds = paths.bounds[parent]
+                score = parent_score(paths, row, parent, product_of(bounds)) + log_prob(rows, row, rank)
+                store_child(rows, paths, row, parent, bounds, score, rank, place, counts)
             done = int32(done + int32(LANES))
         first = uint32(first + uint32(threads))
 
