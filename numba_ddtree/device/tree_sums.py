@@ -247,7 +247,8 @@ def count_spurs(rows: Any, paths: Any, threads: Any) -> None:
 def count_extended_spurs(rows: Any, paths: Any, bound: Any, threads: Any) -> None:
     """Count what continues the spurs by ranks of 0, of scores not below a bound."""
     thread = uint32(cuda.threadIdx.x)
-    width = min(min(rows.staged, rows.width), rows.budget)
+    # A spur of a larger rank has no room for its continuation within the budget.
+    width = min(min(rows.staged, rows.width), uint32(rows.budget >> uint32(1)))
     row = uint32(thread // uint32(LANES))
     rank = uint32(thread % uint32(LANES))
     while True:

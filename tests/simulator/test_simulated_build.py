@@ -80,6 +80,29 @@ def test_spurs_are_extended_for_large_budgets(rng: np.random.Generator) -> None:
     )
 
 
+@pytest.mark.parametrize("max_bucket", [0, tree_sums.MAX_BUCKET])
+def test_continuations_are_sorted(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, max_bucket: int
+) -> None:
+    orders: list[str] = []
+
+    def recording(name: str) -> Any:
+        order = getattr(tree_sums, name)
+        monkeypatch.setattr(tree_sums, name, lambda *args: (orders.append(name), order(*args)))
+
+    recording("order_buckets")
+    recording("merge_paths")
+    monkeypatch.setattr(tree_sums, "MAX_BUCKET", max_bucket)
+    for kind in ("realistic", "ties", "huge"):
+        log_probs = make_rows(rng, kind, 4, 9)
+        check_build(numba_library(), log_probs, make_token_ids(rng, 1, 4, 9), 50)
+    # Equal log-probs make one bucket of each depth, of which one is as large as the budget.
+    flat = np.full((1, 2, 80), -1, np.float32)
+    check_build(numba_library(), flat, make_token_ids(rng, 1, 2, 80), 60)
+    assert "merge_paths" in orders
+    assert ("order_buckets" in orders) == (max_bucket > 0)
+
+
 def test_equal_offers_in_two_groups_of_32(monkeypatch: pytest.MonkeyPatch) -> None:
     use_search(monkeypatch, "popping")
     log_probs = np.zeros((1, 36, 2), np.float32)
