@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_ddtree.cuda_target import cuda, device_routine, float32, float64, uint32
+from numba_ddtree.cuda_target import cuda, device_routine, float32, float64, int64, uint32
+from numba_ddtree.device.memory import load_flat
 from numba_ddtree.device.warp import LANES
 
 NAN_FLAG, INVALID_FLAG, POSITIVE_FLAG = range(3)
@@ -64,6 +65,7 @@ def stage_log_probs(
     lane = uint32(cuda.threadIdx.x) % uint32(LANES)
     width = uint32(log_probs.shape[2])
     depth = uint32(log_probs.shape[1])
+    start = int64(request) * int64(depth * width)
     pieces = max(uint32((width + uint32(LANES - 1)) // uint32(LANES)), uint32(1))  # of a row
     # A warp's next piece is `warps` further on: so many rows and pieces, which spares divisions.
     row = uint32((uint32(cuda.threadIdx.x) // uint32(LANES)) // pieces)
@@ -79,10 +81,11 @@ def stage_log_probs(
             rank = uint32(piece * uint32(LANES) + lane)
             value[part] = float32(-np.inf)
             if row < depth and rank < width:
-                value[part] = log_probs[request, row, rank]
+                value[part] = load_flat(log_probs, int64(start + int64(uint32(row * width + rank))))
             before[part] = value[part]
             if row < depth and uint32(0) < rank < width:
-                before[part] = log_probs[request, row, uint32(rank - uint32(1))]
+                place = uint32(row * width + rank - uint32(1))
+                before[part] = load_flat(log_probs, int64(start + int64(place)))
             row = uint32(row + row_step)
             piece = uint32(piece + piece_step)
             if piece >= pieces:
