@@ -94,6 +94,7 @@ HEADER = 3  # words before a piece's keys in the workspace: sum, reference, whet
 UNIT = 2.0**40  # of the integers that the sums of those that leave are made of
 INFINITY = np.float32(np.inf)
 LOWEST_ORDER = np.uint32(0x007FFFFF)  # of -inf
+NO_END = np.uint32(0xFFFFFFFF)  # a length of columns that are known to be within it
 
 
 class DraftCandidates(NamedTuple):
@@ -157,7 +158,7 @@ def begin_piece(shared, piece, temperature):  # type: ignore[no-untyped-def]
 def candidate_key(value, column):  # type: ignore[no-untyped-def]
     """Key (uint64) of a candidate, the larger the better: its value's order, then its id inverted."""
     bits = float_bits(value + float32(0))  # -0 becomes 0
-    order = uint32(bits ^ (uint32(0xFFFFFFFF) if bits >> uint32(31) else uint32(0x80000000)))
+    order = uint32(bits ^ (uint32(int32(bits) >> int32(31)) | uint32(0x80000000)))
     return uint64((uint64(order) << uint64(32)) | uint64(uint32(~uint32(column))))
 
 
@@ -334,39 +335,49 @@ def numbers_of(quad, column, logits, bias, token_bitmask, mask_start):  # type: 
 
 
 @device_routine
-def unless_it_enters(  # type: ignore[no-untyped-def]
-    value, column, length, capacity, threshold, floor, s_state, s_keys
-):
-    """Let a number above the threshold enter, and return one in its place that counts as nothing.
-
-    Returns a number that is not above it as it is. Says in the block's state if a number is none at all;
-    counts those that find no room.
-    """
-    if value <= threshold:
-        return value
-    if uint32(column) < uint32(length):
-        if value < INFINITY:
-            place = uint32(cuda.atomic.add(s_state, COUNT, 1))
-            if place < uint32(capacity):
-                s_keys[place] = candidate_key(value, column)
-        else:
-            s_state[BAD] = 1
-    return floor
+def enters(value, column, length, threshold):  # type: ignore[no-untyped-def]
+    """Whether a number is above the threshold, or there is none, and within its row."""
+    return int32(not value <= threshold and uint32(column) < uint32(length))
 
 
 @device_routine
 def scan_quad(  # type: ignore[no-untyped-def]
     numbers, column, length, capacity, threshold, terms, scale, s_state, s_keys
 ):
-    """Let the quad's numbers above the threshold enter; return the others' sum of exponentials, float32."""
+    """Let the quad's numbers above the threshold enter; return the others' sum of exponentials, float32.
+
+    Counts those that find no room as well. Says in the block's state if a number is none at all.
+    """
     a, b, c, d = numbers
     _, floor, _ = terms
-    # The maximum is NaN if one is, so that NaN is above every threshold, and all above one that is NaN.
-    if not maximum(maximum(a, b), maximum(c, d)) <= threshold:
-        a = unless_it_enters(a, column, length, capacity, threshold, floor, s_state, s_keys)
-        b = unless_it_enters(b, int32(column + 1), length, capacity, threshold, floor, s_state, s_keys)
-        c = unless_it_enters(c, int32(column + 2), length, capacity, threshold, floor, s_state, s_keys)
-        d = unless_it_enters(d, int32(column + 3), length, capacity, threshold, floor, s_state, s_keys)
+    # NaN if one is, so that NaN is above every threshold, and all above one that is NaN.
+    largest = maximum(maximum(a, b), maximum(c, d))
+    if not largest <= threshold:
+        if largest < INFINITY:
+            a_enters = enters(a, column, length, threshold)
+            b_enters = enters(b, int32(column + 1), length, threshold)
+            c_enters = enters(c, int32(column + 2), length, threshold)
+            d_enters = enters(d, int32(column + 3), length, threshold)
+            added = int32(int32(a_enters + b_enters) + int32(c_enters + d_enters))
+            place = uint32(cuda.atomic.add(s_state, COUNT, added))
+            if uint32(place + uint32(added)) <= uint32(capacity):
+                if a_enters:
+                    s_keys[place] = candidate_key(a, column)
+                place = uint32(place + uint32(a_enters))
+                if b_enters:
+                    s_keys[place] = candidate_key(b, int32(column + 1))
+                place = uint32(place + uint32(b_enters))
+                if c_enters:
+                    s_keys[place] = candidate_key(c, int32(column + 2))
+                place = uint32(place + uint32(c_enters))
+                if d_enters:
+                    s_keys[place] = candidate_key(d, int32(column + 3))
+        else:
+            s_state[BAD] = 1
+        a = a if a <= threshold else floor
+        b = b if b <= threshold else floor
+        c = c if c <= threshold else floor
+        d = d if d <= threshold else floor
     left = float32(exponential(a, terms, scale) + exponential(b, terms, scale))
     right = float32(exponential(c, terms, scale) + exponential(d, terms, scale))
     return float32(left + right)
@@ -435,7 +446,8 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
             column = int32(tile * TILE + offset)
             place = start + int64(column)
             before, first = count, tile
-            if threshold != threshold or tile < careful_end or tile > last_stride:
+            is_near = threshold == threshold and s_bound[ORIGIN] == float32(0)
+            if not is_near or tile < careful_end or tile > last_stride:
                 quad = load_quad_within(logits, place, column, length)
                 numbers = numbers_of(quad, column, logits, bias, token_bitmask, mask_start)
                 total = float64(
@@ -446,6 +458,8 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                 if threshold > -INFINITY:
                     s_sums[uint32(thread)] += total
             else:
+                # No bound is far, so that exponentials need no other origin.
+                near_terms = float32(0), s_bound[FLOOR], s_bound[ROUNDER]
                 quad_0 = load_quad(logits, place)
                 quad_1 = load_quad(logits, place + TILE)
                 quad_2 = load_quad(logits, place + 2 * TILE)
@@ -463,26 +477,26 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                             place = place + STRIDE * TILE
                         numbers = numbers_of(quad_0, column, logits, bias, token_bitmask, mask_start)
                         total_0 = scan_quad(
-                            numbers, column, length, capacity, threshold, terms, scale, s_state, s_keys
+                            numbers, column, NO_END, capacity, threshold, near_terms, scale, s_state, s_keys
                         )
                         quad_0 = load_quad(logits, place)
                         column = int32(column + TILE)
                         numbers = numbers_of(quad_1, column, logits, bias, token_bitmask, mask_start)
                         total_1 = scan_quad(
-                            numbers, column, length, capacity, threshold, terms, scale, s_state, s_keys
+                            numbers, column, NO_END, capacity, threshold, near_terms, scale, s_state, s_keys
                         )
                         quad_1 = load_quad(logits, place + TILE)
                         column = int32(column + TILE)
                         left = float32(total_0 + total_1)
                         numbers = numbers_of(quad_2, column, logits, bias, token_bitmask, mask_start)
                         total_2 = scan_quad(
-                            numbers, column, length, capacity, threshold, terms, scale, s_state, s_keys
+                            numbers, column, NO_END, capacity, threshold, near_terms, scale, s_state, s_keys
                         )
                         quad_2 = load_quad(logits, place + 2 * TILE)
                         column = int32(column + TILE)
                         numbers = numbers_of(quad_3, column, logits, bias, token_bitmask, mask_start)
                         total_3 = scan_quad(
-                            numbers, column, length, capacity, threshold, terms, scale, s_state, s_keys
+                            numbers, column, NO_END, capacity, threshold, near_terms, scale, s_state, s_keys
                         )
                         quad_3 = load_quad(logits, place + 3 * TILE)
                         column = int32(column + TILE)
