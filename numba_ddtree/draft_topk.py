@@ -74,7 +74,7 @@ STRIDE = 4  # tiles whose loads are in flight at once
 STRIDES = 4  # between looks at how many have entered
 # The threshold rises when this part of the wanted number has entered beyond it, at least so many.
 GROWTH = 2
-LEAST_GROWTH = 192
+LEAST_GROWTH = 96
 SLACK_SHIFT = 3  # of the growth, the part that may stay beyond the wanted number
 PIECE_SHARE = 16  # a piece has at least so many numbers for each one that is kept of it
 
@@ -84,11 +84,11 @@ COUNT, KEPT, ABOVE, BIN, FILLED, BAD, PIECE = range(7)  # words of a block's sta
 STATE_WORDS = 8
 THRESHOLD, ORIGIN, FLOOR, ROUNDER = range(4)  # of a block's bound
 BOUND_WORDS = 4
-TEMPERATURE, REFERENCE = range(2)  # of a block's scale
+TEMPERATURE, REFERENCE, FACTOR, SCALE_HIGH, SCALE_LOW = range(5)  # of a block's scale
 # Where a block's shared arrays begin, in units of 8 bytes.
 LEFT_AT = (STATE_WORDS + BINS + BOUND_WORDS) // 2
 SCALE_AT = LEFT_AT + 1
-SUMS_AT = SCALE_AT + 2
+SUMS_AT = SCALE_AT + 5
 KEYS_AT = SUMS_AT + THREADS
 HEADER = 3  # words before a piece's keys in the workspace: sum, reference, whether it has NaN or +inf
 UNIT = 2.0**40  # of the integers that the sums of those that leave are made of
@@ -151,6 +151,7 @@ def begin_piece(shared, piece, temperature):  # type: ignore[no-untyped-def]
         s_bound[ORIGIN] = s_bound[FLOOR] = s_bound[ROUNDER] = float32(0)
         s_scale[TEMPERATURE] = temperature
         s_scale[REFERENCE] = 0.0
+        s_scale[SCALE_HIGH], s_scale[SCALE_LOW] = exponent_scale(temperature)
     cuda.syncthreads()
 
 
@@ -230,6 +231,19 @@ def stay_or_leave(key, place, count, edge, terms, scale, s_state, s_keys):  # ty
 
 
 @device_routine
+def set_bound(s_bound, s_scale, bound, temperature):  # type: ignore[no-untyped-def]
+    """Note a new threshold, what sums are relative to then, and what those before are multiplied by."""
+    is_finite = bound > -INFINITY
+    terms, reference = bound_terms(bound if is_finite else float32(0), temperature)
+    # Without a threshold, or at -inf, the sum is nothing.
+    has_sum = s_bound[THRESHOLD] > -INFINITY
+    s_scale[FACTOR] = math.exp(s_scale[REFERENCE] - reference) if has_sum else float64(0)
+    s_scale[REFERENCE] = reference
+    s_bound[THRESHOLD] = bound
+    s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER] = terms
+
+
+@device_routine
 def raise_threshold(shared, wanted, slack):  # type: ignore[no-untyped-def]
     """Find a higher threshold, let go of what is below it and sum that; the block takes part.
 
@@ -238,17 +252,11 @@ def raise_threshold(shared, wanted, slack):  # type: ignore[no-untyped-def]
     s_state, s_bins, s_bound, s_left, s_scale, s_sums, s_keys = shared
     thread = uint32(cuda.threadIdx.x)
     edge = find_edge(s_state, s_bins, s_keys, wanted, slack)
-    bound = key_value(edge)
-    is_finite = bound > -INFINITY
-    temperature = s_scale[TEMPERATURE]
-    terms, reference = bound_terms(bound if is_finite else float32(0), temperature)
-    # Without a threshold, or at -inf, the sum is nothing.
-    if s_bound[THRESHOLD] > -INFINITY:
-        s_sums[thread] *= math.exp(s_scale[REFERENCE] - reference)
+    # By one thread, since float64 divisions would keep every warp busy.
     if thread == uint32(0):
+        set_bound(s_bound, s_scale, key_value(edge), s_scale[TEMPERATURE])
         s_state[KEPT] = 0
         s_left[0] = 0
-    scale = exponent_scale(temperature)
     count = uint32(s_state[COUNT])
     left = int64(0)
     start = uint32(0)
@@ -262,20 +270,20 @@ def raise_threshold(shared, wanted, slack):  # type: ignore[no-untyped-def]
         key_2 = s_keys[place_2] if place_2 < count else uint64(0)
         key_3 = s_keys[place_3] if place_3 < count else uint64(0)
         cuda.syncthreads()  # all have read, so that earlier places can be written
+        terms = s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER]
+        scale = float32(s_scale[SCALE_HIGH]), float32(s_scale[SCALE_LOW])
         left += stay_or_leave(key_0, place_0, count, edge, terms, scale, s_state, s_keys)
         left += stay_or_leave(key_1, place_1, count, edge, terms, scale, s_state, s_keys)
         left += stay_or_leave(key_2, place_2, count, edge, terms, scale, s_state, s_keys)
         left += stay_or_leave(key_3, place_3, count, edge, terms, scale, s_state, s_keys)
         start = uint32(start + uint32(4 * THREADS))
-    if is_finite and left != int64(0):
+    s_sums[thread] *= s_scale[FACTOR]
+    if s_bound[THRESHOLD] > -INFINITY and left != int64(0):
         cuda.atomic.add(s_left, 0, left)
     cuda.syncthreads()
     if thread == uint32(0):
         s_state[COUNT] = s_state[KEPT]
         s_sums[0] += float64(s_left[0]) / UNIT
-        s_scale[REFERENCE] = reference
-        s_bound[THRESHOLD] = bound
-        s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER] = terms
     cuda.syncthreads()
     return int32(s_state[KEPT])
 
@@ -349,7 +357,6 @@ def scan_quad(  # type: ignore[no-untyped-def]
     Counts those that find no room as well. Says in the block's state if a number is none at all.
     """
     a, b, c, d = numbers
-    _, floor, _ = terms
     # NaN if one is, so that NaN is above every threshold, and all above one that is NaN.
     largest = maximum(maximum(a, b), maximum(c, d))
     if not largest <= threshold:
@@ -374,10 +381,10 @@ def scan_quad(  # type: ignore[no-untyped-def]
                     s_keys[place] = candidate_key(d, int32(column + 3))
         else:
             s_state[BAD] = 1
-        a = a if a <= threshold else floor
-        b = b if b <= threshold else floor
-        c = c if c <= threshold else floor
-        d = d if d <= threshold else floor
+        a = a if a <= threshold else -INFINITY
+        b = b if b <= threshold else -INFINITY
+        c = c if c <= threshold else -INFINITY
+        d = d if d <= threshold else -INFINITY
     left = float32(exponential(a, terms, scale) + exponential(b, terms, scale))
     right = float32(exponential(c, terms, scale) + exponential(d, terms, scale))
     return float32(left + right)
@@ -437,6 +444,8 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
         offset = int32(4 * thread - skipped)
         begin_piece(shared, row + int32(cuda.blockIdx.x), temperature)
         count = int32(0)
+        piece_start = tile
+        strides = int32(1)
         # Strides that begin from `careful_end` to `last_stride` are within the row, and need no care.
         careful_end = int32(skipped > 0)
         last_stride = int32(min(last, int32(uint32(length + skipped) // uint32(TILE))) - STRIDE)
@@ -467,11 +476,10 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                 while tile <= last_stride and count <= limit:
                     before, first = count, tile
                     total = float64(0)
-                    strides = int32(0)
-                    while strides < STRIDES and tile <= last_stride:
+                    look = int32(min(last_stride, int32(tile + STRIDE * (strides - 1))))
+                    while tile <= look:
                         # Each quad's registers take the next stride's as soon as they are free, not sooner:
                         # a load into others would be waited for, to move it.
-                        strides = int32(strides + 1)
                         tile = int32(tile + STRIDE)
                         if tile <= last_stride:
                             place = place + STRIDE * TILE
@@ -516,6 +524,8 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
             elif count > (limit if tile < last else wanted):
                 slack = int32(growth >> SLACK_SHIFT) if tile < last else int32(0)
                 count = raise_threshold(shared, wanted, slack)
+                # Of half as many numbers as there were, about half as many enter as stayed.
+                strides = int32(min(STRIDES, max(1, (tile - piece_start) // (2 * STRIDE))))
         piece = uint32(s_state[PIECE])
         for rank in range(uint32(thread), uint32(wanted), uint32(THREADS)):
             key = s_keys[uint32(rank)] if uint32(rank) < uint32(count) else uint64(0)

@@ -44,6 +44,14 @@ def test_thresholds_that_rise_with_every_tile(rng: np.random.Generator, device: 
     check_topk(device, make_rows(rng, kind, 1, 23 * TILE + 5)[None], 40)
 
 
+@pytest.mark.parametrize("value", [-1e9, 3e6, 2e38])
+def test_absent_numbers_below_a_far_bound(rng: np.random.Generator, device: Library, value: float) -> None:
+    # float32 has no number 60 temperatures below such a bound other than the bound.
+    logits = np.full((1, 1, 9 * TILE + 37), value, np.float32)
+    logits[rng.random(logits.shape) < 0.3] = -np.inf
+    check_topk(device, logits, 5, temperature=0.1)
+
+
 def test_host_arrays(rng: np.random.Generator) -> None:
     check_topk(numpy_library(), make_logits(rng, 1, 2, 300), 5)
 
