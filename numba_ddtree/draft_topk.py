@@ -73,6 +73,7 @@ TILE = THREADS * 4  # neighbouring numbers that a block looks at at a time, a qu
 STRIDE = 4  # tiles whose loads are in flight at once
 STRIDES = 4  # between looks at how many have entered
 # The threshold rises when this part of the wanted number has entered beyond it, at least so many.
+# From 1 on, the merge has room for two pieces at once: were it less, it might find too few keys in them.
 GROWTH = 2
 LEAST_GROWTH = 96
 SLACK_SHIFT = 3  # of the growth, the part that may stay beyond the wanted number
