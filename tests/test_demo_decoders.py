@@ -163,6 +163,8 @@ def test_a_text_may_fill_the_model(model: DemoModel) -> None:
         ({}, [[256], []], r"prompts\[1\].*0 tokens"),
         ({}, [[256, 258]], r"prompts\[0\].*tokens from 0 to 257"),
         ({}, [[-1]], r"prompts\[0\].*tokens from 0 to 257"),
+        ({}, [[1.5]], r"prompts\[0\].*tokens from 0 to 257"),
+        ({}, "def", r"prompts\[0\].*tokens from 0 to 257"),
         ({"max_new_tokens": 0}, [[256]], "max_new_tokens"),
         ({"max_new_tokens": 1024}, [[256]], "max_new_tokens"),
         ({"temperature": -1.0}, [[256]], "temperature"),

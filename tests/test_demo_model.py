@@ -16,6 +16,7 @@ from numba_ddtree.demo.config import MASK_TOKEN, START_TOKEN, ModelConfig
 from numba_ddtree.demo.model import WEIGHTS, DemoModel, chain_chunks, load_model, read_model
 from numba_ddtree.demo.repetition import repetition
 from numba_ddtree.demo.text import shipped_prompts
+from tools.demo_training.corpus import is_held_out
 
 ROUNDING = 1e-3
 """Logits are of size 10, and float32 sums of some 2000 such terms; errors seen are below 1e-4."""
@@ -167,6 +168,12 @@ def test_gpu_matches_numpy(model: DemoModel) -> None:
     got = np.concatenate([part.get() for part in parts], axis=1)
     for request, length in enumerate(lengths):
         np.testing.assert_allclose(got[request, :length], want[request, :length], atol=ROUNDING)
+
+
+def test_the_shipped_prompts_are_held_out() -> None:
+    prompts = shipped_prompts()
+    assert len(prompts) == 64
+    assert all(is_held_out(prompt.name) for prompt in prompts)
 
 
 def test_a_damaged_model_is_refused(tmp_path: Path) -> None:

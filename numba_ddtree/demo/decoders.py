@@ -230,7 +230,7 @@ def check_prompts(
                 f"1 to {room}: {longest}, the model's length, less {settings.max_new_tokens} new tokens"
             )
             raise ArgumentError(name, f"{len(prompt)} tokens", expected)
-        if not all(0 <= token < NUM_INPUT_TOKENS for token in prompt):
+        if not all(isinstance(token, int | np.integer) and 0 <= token < NUM_INPUT_TOKENS for token in prompt):
             raise ArgumentError(name, "another token", f"tokens from 0 to {NUM_INPUT_TOKENS - 1}")
 
 

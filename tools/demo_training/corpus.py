@@ -16,7 +16,7 @@ _HELD_OUT_SHARE = 16
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts by the name of their module, and where their lines start."""
+    """Texts by the name of their module."""
 
     texts: dict[str, bytes]
 
