@@ -7,6 +7,10 @@ enough have entered, a radix search finds a higher threshold, and those below it
 enters is summed by its thread, as exponentials relative to the threshold. A second kernel merges a
 row's pieces, sorts, and turns logits into log-probs.
 
+Most of a row is scanned in strides of several tiles, and threads wait for each other only now and then:
+few numbers are above the threshold, so that there is room for those that enter meanwhile. Where there
+was none, the tiles are scanned again, one at a time, as are a row's first ones and those at its ends.
+
 The sum of the exponentials is exact enough for log-probs near 0 to be right: the best candidate's own
 is left out of the sum s, so that its log-prob is -log1p(s). Those that leave are summed as integers,
 since they leave in no certain order, and everything else in a fixed one.
@@ -50,7 +54,7 @@ from numba_ddtree.device.exponentials import bound_terms, exponent_scale, expone
 from numba_ddtree.device.floats import double_bits, double_of_bits, float_bits, float_of_bits
 from numba_ddtree.device.quads import is_given, load_quad, load_quad_within, quad_floats
 from numba_ddtree.device.rows import maximum
-from numba_ddtree.device.warp import LANES, warp_running_sum
+from numba_ddtree.device.warp import LANES, warp_running_sum, warp_sync
 from numba_ddtree.devices import device_context, multiprocessors, use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, block_threads
@@ -65,11 +69,14 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-30, 1e30
 
 THREADS = block_threads(256)  # a power of two
 BLOCKS_PER_PROCESSOR = 3
-QUADS = 4  # loads in flight, for each thread
-TILE = THREADS * QUADS * 4  # neighbouring numbers that a block looks at at a time
+TILE = THREADS * 4  # neighbouring numbers that a block looks at at a time, a quad a thread
+STRIDE = 4  # tiles whose loads are in flight at once
+STRIDES = 4  # between looks at how many have entered
 # The threshold rises when this part of the wanted number has entered beyond it, at least so many.
-GROWTH = 1.0
-LEAST_GROWTH = 64
+# From 1 on, the merge has room for two pieces at once: were it less, it might find too few keys in them.
+GROWTH = 2
+LEAST_GROWTH = 96
+SLACK_SHIFT = 3  # of the growth, the part that may stay beyond the wanted number
 PIECE_SHARE = 16  # a piece has at least so many numbers for each one that is kept of it
 
 BINS = 256
@@ -78,17 +85,17 @@ COUNT, KEPT, ABOVE, BIN, FILLED, BAD, PIECE = range(7)  # words of a block's sta
 STATE_WORDS = 8
 THRESHOLD, ORIGIN, FLOOR, ROUNDER = range(4)  # of a block's bound
 BOUND_WORDS = 4
-TEMPERATURE, REFERENCE = range(2)  # of a block's scale
+TEMPERATURE, REFERENCE, FACTOR, SCALE_HIGH, SCALE_LOW = range(5)  # of a block's scale
 # Where a block's shared arrays begin, in units of 8 bytes.
 LEFT_AT = (STATE_WORDS + BINS + BOUND_WORDS) // 2
 SCALE_AT = LEFT_AT + 1
-SUMS_AT = SCALE_AT + 2
+SUMS_AT = SCALE_AT + 5
 KEYS_AT = SUMS_AT + THREADS
-HEADER = 3  # words before a piece's keys in the workspace: sum, reference, count
-NOT_A_ROW = -1  # count of a piece with NaN or +inf
+HEADER = 3  # words before a piece's keys in the workspace: sum, reference, whether it has NaN or +inf
 UNIT = 2.0**40  # of the integers that the sums of those that leave are made of
 INFINITY = np.float32(np.inf)
 LOWEST_ORDER = np.uint32(0x007FFFFF)  # of -inf
+NO_END = np.uint32(0xFFFFFFFF)  # a length of columns that are known to be within it
 
 
 class DraftCandidates(NamedTuple):
@@ -142,8 +149,10 @@ def begin_piece(shared, piece, temperature):  # type: ignore[no-untyped-def]
         s_state[thread] = int32(piece) if thread == uint32(PIECE) else int32(0)
     if thread == uint32(0):
         s_bound[THRESHOLD] = float32(np.nan)
+        s_bound[ORIGIN] = s_bound[FLOOR] = s_bound[ROUNDER] = float32(0)
         s_scale[TEMPERATURE] = temperature
         s_scale[REFERENCE] = 0.0
+        s_scale[SCALE_HIGH], s_scale[SCALE_LOW] = exponent_scale(temperature)
     cuda.syncthreads()
 
 
@@ -151,7 +160,7 @@ def begin_piece(shared, piece, temperature):  # type: ignore[no-untyped-def]
 def candidate_key(value, column):  # type: ignore[no-untyped-def]
     """Key (uint64) of a candidate, the larger the better: its value's order, then its id inverted."""
     bits = float_bits(value + float32(0))  # -0 becomes 0
-    order = uint32(bits ^ (uint32(0xFFFFFFFF) if bits >> uint32(31) else uint32(0x80000000)))
+    order = uint32(bits ^ (uint32(int32(bits) >> int32(31)) | uint32(0x80000000)))
     return uint64((uint64(order) << uint64(32)) | uint64(uint32(~uint32(column))))
 
 
@@ -209,49 +218,75 @@ def find_edge(s_state, s_bins, s_keys, wanted, slack):  # type: ignore[no-untype
 
 
 @device_routine
+def stay_or_leave(key, place, count, edge, terms, scale, s_state, s_keys):  # type: ignore[no-untyped-def]
+    """Move a key that is not below the edge to the front; return the exponential of another, as an integer.
+
+    The keys are those at places below `count`.
+    """
+    if place >= count:
+        return int64(0)
+    if key >= edge:
+        s_keys[uint32(cuda.atomic.add(s_state, KEPT, 1))] = key
+        return int64(0)
+    return int64(exponential(key_value(key), terms, scale) * float32(UNIT))
+
+
+@device_routine
+def set_bound(s_bound, s_scale, bound, temperature):  # type: ignore[no-untyped-def]
+    """Note a new threshold, what sums are relative to then, and what those before are multiplied by."""
+    is_finite = bound > -INFINITY
+    terms, reference = bound_terms(bound if is_finite else float32(0), temperature)
+    # Without a threshold, or at -inf, the sum is nothing.
+    has_sum = s_bound[THRESHOLD] > -INFINITY
+    s_scale[FACTOR] = math.exp(s_scale[REFERENCE] - reference) if has_sum else float64(0)
+    s_scale[REFERENCE] = reference
+    s_bound[THRESHOLD] = bound
+    s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER] = terms
+
+
+@device_routine
 def raise_threshold(shared, wanted, slack):  # type: ignore[no-untyped-def]
     """Find a higher threshold, let go of what is below it and sum that; the block takes part.
 
-    There are more candidates than `wanted`; so many, or up to `slack` more, stay.
+    There are more candidates than `wanted`; so many, or up to `slack` more, stay. Returns their number.
     """
     s_state, s_bins, s_bound, s_left, s_scale, s_sums, s_keys = shared
     thread = uint32(cuda.threadIdx.x)
     edge = find_edge(s_state, s_bins, s_keys, wanted, slack)
-    bound = key_value(edge)
-    is_finite = bound > -INFINITY
-    temperature = s_scale[TEMPERATURE]
-    terms, reference = bound_terms(bound if is_finite else float32(0), temperature)
-    # Without a threshold, or at -inf, the sum is nothing.
-    if s_bound[THRESHOLD] > -INFINITY:
-        s_sums[thread] *= math.exp(s_scale[REFERENCE] - reference)
+    # By one thread, since float64 divisions would keep every warp busy.
     if thread == uint32(0):
+        set_bound(s_bound, s_scale, key_value(edge), s_scale[TEMPERATURE])
         s_state[KEPT] = 0
         s_left[0] = 0
-    scale = exponent_scale(temperature)
     count = uint32(s_state[COUNT])
     left = int64(0)
     start = uint32(0)
     while start < count:
-        place = uint32(start + thread)
-        key = s_keys[place] if place < count else uint64(0)
+        place_0 = uint32(start + thread)
+        place_1 = uint32(place_0 + uint32(THREADS))
+        place_2 = uint32(place_1 + uint32(THREADS))
+        place_3 = uint32(place_2 + uint32(THREADS))
+        key_0 = s_keys[place_0] if place_0 < count else uint64(0)
+        key_1 = s_keys[place_1] if place_1 < count else uint64(0)
+        key_2 = s_keys[place_2] if place_2 < count else uint64(0)
+        key_3 = s_keys[place_3] if place_3 < count else uint64(0)
         cuda.syncthreads()  # all have read, so that earlier places can be written
-        if place < count:
-            if key >= edge:
-                s_keys[uint32(cuda.atomic.add(s_state, KEPT, 1))] = key
-            elif is_finite:
-                term = exponential(key_value(key), terms, scale)
-                left += int64(term * float32(UNIT))
-        start = uint32(start + uint32(THREADS))
-    if left != int64(0):
+        terms = s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER]
+        scale = float32(s_scale[SCALE_HIGH]), float32(s_scale[SCALE_LOW])
+        left += stay_or_leave(key_0, place_0, count, edge, terms, scale, s_state, s_keys)
+        left += stay_or_leave(key_1, place_1, count, edge, terms, scale, s_state, s_keys)
+        left += stay_or_leave(key_2, place_2, count, edge, terms, scale, s_state, s_keys)
+        left += stay_or_leave(key_3, place_3, count, edge, terms, scale, s_state, s_keys)
+        start = uint32(start + uint32(4 * THREADS))
+    s_sums[thread] *= s_scale[FACTOR]
+    if s_bound[THRESHOLD] > -INFINITY and left != int64(0):
         cuda.atomic.add(s_left, 0, left)
     cuda.syncthreads()
     if thread == uint32(0):
         s_state[COUNT] = s_state[KEPT]
         s_sums[0] += float64(s_left[0]) / UNIT
-        s_scale[REFERENCE] = reference
-        s_bound[THRESHOLD] = bound
-        s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER] = terms
     cuda.syncthreads()
+    return int32(s_state[KEPT])
 
 
 @device_routine
@@ -260,7 +295,10 @@ def sum_over_block(s_sums):  # type: ignore[no-untyped-def]
     thread = uint32(cuda.threadIdx.x)
     width = uint32(THREADS // 2)
     while width > uint32(0):
-        cuda.syncthreads()
+        if width >= uint32(LANES):
+            cuda.syncthreads()
+        else:
+            warp_sync()  # the rest is the first warp's
         if thread < width:
             s_sums[thread] += s_sums[uint32(thread + width)]
         width = uint32(width >> uint32(1))
@@ -306,64 +344,60 @@ def numbers_of(quad, column, logits, bias, token_bitmask, mask_start):  # type: 
 
 
 @device_routine
-def load(logits, place, column, length, is_inside):  # type: ignore[no-untyped-def]
-    """Quad at a place among all logits, that is, at a column of its row; `is_inside`: all of its tile is."""
-    if is_inside:
-        return load_quad(logits, place)
-    return load_quad_within(logits, place, column, length)
-
-
-@device_routine
-def enters(value, column, length, threshold, s_state):  # type: ignore[no-untyped-def]
-    """Whether a number is a candidate; says in the block's state if it is none at all."""
-    if value <= threshold or column < 0 or column >= length:
-        return False
-    if value < INFINITY:
-        return True
-    s_state[BAD] = 1
-    return False
+def enters(value, column, length, threshold):  # type: ignore[no-untyped-def]
+    """Whether a number is above the threshold, or there is none, and within its row."""
+    return int32(not value <= threshold and uint32(column) < uint32(length))
 
 
 @device_routine
 def scan_quad(  # type: ignore[no-untyped-def]
-    numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
+    numbers, column, length, capacity, threshold, terms, scale, s_state, s_keys
 ):
-    """Let the quad's numbers above the threshold enter, and sum the exponentials of the others.
+    """Let the quad's numbers above the threshold enter; return the others' sum of exponentials, float32.
 
-    Returns the sum (float32), and the number of candidates, if any entered, or else `entered`.
+    Counts those that find no room as well. Says in the block's state if a number is none at all.
     """
     a, b, c, d = numbers
-    _, floor, _ = terms
-    # The maximum is NaN if one is, so that NaN is above every threshold, and all above one that is NaN.
-    if not maximum(maximum(a, b), maximum(c, d)) <= threshold:
-        a_enters = enters(a, column, length, threshold, s_state)
-        b_enters = enters(b, int32(column + 1), length, threshold, s_state)
-        c_enters = enters(c, int32(column + 2), length, threshold, s_state)
-        d_enters = enters(d, int32(column + 3), length, threshold, s_state)
-        added = int32(int32(a_enters) + int32(b_enters) + int32(c_enters) + int32(d_enters))
-        place = uint32(cuda.atomic.add(s_state, COUNT, added))
-        entered = int32(int32(place) + added)
-        if a_enters:
-            s_keys[place] = candidate_key(a, column)
-            place = uint32(place + uint32(1))
-        if b_enters:
-            s_keys[place] = candidate_key(b, column + 1)
-            place = uint32(place + uint32(1))
-        if c_enters:
-            s_keys[place] = candidate_key(c, column + 2)
-            place = uint32(place + uint32(1))
-        if d_enters:
-            s_keys[place] = candidate_key(d, column + 3)
-        a = a if a <= threshold else floor
-        b = b if b <= threshold else floor
-        c = c if c <= threshold else floor
-        d = d if d <= threshold else floor
-    total = float32(0)
-    if threshold > -INFINITY:
-        left = exponential(a, terms, scale) + exponential(b, terms, scale)
-        right = exponential(c, terms, scale) + exponential(d, terms, scale)
-        total = float32(left + right)
-    return total, entered
+    # NaN if one is, so that NaN is above every threshold, and all above one that is NaN.
+    largest = maximum(maximum(a, b), maximum(c, d))
+    if not largest <= threshold:
+        if largest < INFINITY:
+            a_enters = enters(a, column, length, threshold)
+            b_enters = enters(b, int32(column + 1), length, threshold)
+            c_enters = enters(c, int32(column + 2), length, threshold)
+            d_enters = enters(d, int32(column + 3), length, threshold)
+            added = int32(int32(a_enters + b_enters) + int32(c_enters + d_enters))
+            place = uint32(cuda.atomic.add(s_state, COUNT, added))
+            if uint32(place + uint32(added)) <= uint32(capacity):
+                if a_enters:
+                    s_keys[place] = candidate_key(a, column)
+                place = uint32(place + uint32(a_enters))
+                if b_enters:
+                    s_keys[place] = candidate_key(b, int32(column + 1))
+                place = uint32(place + uint32(b_enters))
+                if c_enters:
+                    s_keys[place] = candidate_key(c, int32(column + 2))
+                place = uint32(place + uint32(c_enters))
+                if d_enters:
+                    s_keys[place] = candidate_key(d, int32(column + 3))
+        else:
+            s_state[BAD] = 1
+        a = a if a <= threshold else -INFINITY
+        b = b if b <= threshold else -INFINITY
+        c = c if c <= threshold else -INFINITY
+        d = d if d <= threshold else -INFINITY
+    left = float32(exponential(a, terms, scale) + exponential(b, terms, scale))
+    right = float32(exponential(c, terms, scale) + exponential(d, terms, scale))
+    return float32(left + right)
+
+
+@device_routine
+def count_of_all(s_state):  # type: ignore[no-untyped-def]
+    """Candidates that have entered, the same for all threads; the block takes part."""
+    cuda.syncthreads()
+    count = s_state[COUNT]
+    cuda.syncthreads()  # all have read it, so that more can enter
+    return int32(count)
 
 
 @device_routine
@@ -391,6 +425,8 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
     depth, length = int32(logits.shape[1]), int32(logits.shape[2])
     shared = split_shared()
     s_state, _, s_bound, _, s_scale, s_sums, s_keys = shared
+    limit = int32(wanted + growth)
+    capacity = int32(limit + TILE)
     tiles = int64(logits.shape[0]) * int64(depth) * int64(row_tiles)
     begin = int32(int64(cuda.blockIdx.x) * tiles // int64(cuda.gridDim.x))
     end = int32((int64(cuda.blockIdx.x) + 1) * tiles // int64(cuda.gridDim.x))
@@ -408,68 +444,98 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
         skipped = int32((misalignment + int32(start & int64(3))) & 3)
         offset = int32(4 * thread - skipped)
         begin_piece(shared, row + int32(cuda.blockIdx.x), temperature)
-        limit = int32(wanted - 1)
+        count = int32(0)
+        piece_start = tile
+        strides = int32(1)
+        # Strides that begin from `careful_end` to `last_stride` are within the row, and need no care.
+        careful_end = int32(skipped > 0)
+        last_stride = int32(min(last, int32(uint32(length + skipped) // uint32(TILE))) - STRIDE)
         while tile < last:
             threshold = s_bound[THRESHOLD]
             terms = s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER]
             column = int32(tile * TILE + offset)
             place = start + int64(column)
-            quad_0 = load_quad_within(logits, place, column, length)
-            quad_1 = load_quad_within(logits, place + 4 * THREADS, int32(column + 4 * THREADS), length)
-            quad_2 = load_quad_within(logits, place + 8 * THREADS, int32(column + 8 * THREADS), length)
-            quad_3 = load_quad_within(logits, place + 12 * THREADS, int32(column + 12 * THREADS), length)
-            is_full = int32(0)
-            while tile < last and is_full == 0:
-                # Each quad's registers take the next tile's as soon as they are free. After the last
-                # tile that is a tile past the row's end, which loads nothing.
-                entered = int32(0)
-                column = int32(tile * TILE + offset)
+            before, first = count, tile
+            is_near = threshold == threshold and s_bound[ORIGIN] == float32(0)
+            if not is_near or tile < careful_end or tile > last_stride:
+                quad = load_quad_within(logits, place, column, length)
+                numbers = numbers_of(quad, column, logits, bias, token_bitmask, mask_start)
+                total = float64(
+                    scan_quad(numbers, column, length, capacity, threshold, terms, scale, s_state, s_keys)
+                )
                 tile = int32(tile + 1)
-                following = int32(column + TILE) if tile < last else length
-                is_inside = (tile < last) & (tile * TILE + TILE <= length + skipped)
-                place = start + int64(following)
-                numbers = numbers_of(quad_0, column, logits, bias, token_bitmask, mask_start)
-                quad_0 = load(logits, place, following, length, is_inside)
-                total_0, entered = scan_quad(
-                    numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
-                )
-                column = int32(column + 4 * THREADS)
-                numbers = numbers_of(quad_1, column, logits, bias, token_bitmask, mask_start)
-                quad_1 = load(logits, place + 4 * THREADS, int32(following + 4 * THREADS), length, is_inside)
-                total_1, entered = scan_quad(
-                    numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
-                )
-                left = float32(total_0 + total_1)
-                column = int32(column + 4 * THREADS)
-                numbers = numbers_of(quad_2, column, logits, bias, token_bitmask, mask_start)
-                quad_2 = load(logits, place + 8 * THREADS, int32(following + 8 * THREADS), length, is_inside)
-                total_2, entered = scan_quad(
-                    numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
-                )
-                column = int32(column + 4 * THREADS)
-                numbers = numbers_of(quad_3, column, logits, bias, token_bitmask, mask_start)
-                quad_3 = load(
-                    logits, place + 12 * THREADS, int32(following + 12 * THREADS), length, is_inside
-                )
-                total_3, entered = scan_quad(
-                    numbers, column, length, entered, threshold, terms, scale, s_state, s_keys
-                )
-                s_sums[uint32(thread)] += float64(float32(left + float32(total_2 + total_3)))
-                # The last to enter knows how many there are.
-                is_full = cuda.syncthreads_or(int32(entered > limit))
-            # What was loaded beyond is loaded again, so that no registers wait for it meanwhile.
-            if s_state[COUNT] > (wanted if tile == last else limit):
-                raise_threshold(shared, wanted, int32(0) if tile == last else int32(growth >> 1))
-                limit = int32(wanted + growth - 1)
-        count = uint32(s_state[COUNT])
+                count = count_of_all(s_state)
+                if threshold > -INFINITY:
+                    s_sums[uint32(thread)] += total
+            else:
+                # No bound is far, so that exponentials need no other origin.
+                near_terms = float32(0), s_bound[FLOOR], s_bound[ROUNDER]
+                quad_0 = load_quad(logits, place)
+                quad_1 = load_quad(logits, place + TILE)
+                quad_2 = load_quad(logits, place + 2 * TILE)
+                quad_3 = load_quad(logits, place + 3 * TILE)
+                while tile <= last_stride and count <= limit:
+                    before, first = count, tile
+                    total = float64(0)
+                    look = int32(min(last_stride, int32(tile + STRIDE * (strides - 1))))
+                    while tile <= look:
+                        # Each quad's registers take the next stride's as soon as they are free, not sooner:
+                        # a load into others would be waited for, to move it.
+                        tile = int32(tile + STRIDE)
+                        if tile <= last_stride:
+                            place = place + STRIDE * TILE
+                        numbers = numbers_of(quad_0, column, logits, bias, token_bitmask, mask_start)
+                        total_0 = scan_quad(
+                            numbers, column, NO_END, capacity, threshold, near_terms, scale, s_state, s_keys
+                        )
+                        quad_0 = load_quad(logits, place)
+                        column = int32(column + TILE)
+                        numbers = numbers_of(quad_1, column, logits, bias, token_bitmask, mask_start)
+                        total_1 = scan_quad(
+                            numbers, column, NO_END, capacity, threshold, near_terms, scale, s_state, s_keys
+                        )
+                        quad_1 = load_quad(logits, place + TILE)
+                        column = int32(column + TILE)
+                        left = float32(total_0 + total_1)
+                        numbers = numbers_of(quad_2, column, logits, bias, token_bitmask, mask_start)
+                        total_2 = scan_quad(
+                            numbers, column, NO_END, capacity, threshold, near_terms, scale, s_state, s_keys
+                        )
+                        quad_2 = load_quad(logits, place + 2 * TILE)
+                        column = int32(column + TILE)
+                        numbers = numbers_of(quad_3, column, logits, bias, token_bitmask, mask_start)
+                        total_3 = scan_quad(
+                            numbers, column, NO_END, capacity, threshold, near_terms, scale, s_state, s_keys
+                        )
+                        quad_3 = load_quad(logits, place + 3 * TILE)
+                        column = int32(column + TILE)
+                        total += float64(float32(left + float32(total_2 + total_3)))
+                    count = count_of_all(s_state)
+                    if count <= capacity and threshold > -INFINITY:
+                        s_sums[uint32(thread)] += total
+                # What was loaded beyond is loaded again, so that no registers wait for it meanwhile.
+            if count > capacity:
+                # Not all that entered found room: the same again, with care.
+                if thread == 0:
+                    s_state[COUNT] = before
+                count = before
+                careful_end = tile
+                tile = first
+                cuda.syncthreads()
+            elif count > (limit if tile < last else wanted):
+                slack = int32(growth >> SLACK_SHIFT) if tile < last else int32(0)
+                count = raise_threshold(shared, wanted, slack)
+                # Of half as many numbers as there were, about half as many enter as stayed.
+                strides = int32(min(STRIDES, max(1, (tile - piece_start) // (2 * STRIDE))))
         piece = uint32(s_state[PIECE])
-        for place in range(uint32(thread), count, uint32(THREADS)):
-            workspace[piece, uint32(place + uint32(HEADER))] = int64(s_keys[uint32(place)])
+        for rank in range(uint32(thread), uint32(wanted), uint32(THREADS)):
+            key = s_keys[uint32(rank)] if uint32(rank) < uint32(count) else uint64(0)
+            workspace[piece, uint32(uint32(rank) + uint32(HEADER))] = int64(key)
         total = sum_over_block(s_sums)
         if thread == 0:
             workspace[piece, 0] = double_bits(total)
             workspace[piece, 1] = double_bits(s_scale[REFERENCE])
-            workspace[piece, 2] = int64(NOT_A_ROW if s_state[BAD] != 0 else count)
+            workspace[piece, 2] = int64(s_state[BAD])
         cuda.syncthreads()
 
 
@@ -489,7 +555,12 @@ def sort_keys(s_keys, size):  # type: ignore[no-untyped-def]
                 if (a < b) == (uint32(left & width) == uint32(0)):
                     s_keys[left] = b
                     s_keys[right] = a
-            cuda.syncthreads()
+            following = uint32(stride >> one) if stride > one else width
+            # Pairs of nearer keys are all among the 64 that one warp sorts.
+            if max(stride, following) > uint32(LANES):
+                cuda.syncthreads()
+            else:
+                warp_sync()
             stride = uint32(stride >> one)
         width = uint32(width << one)
 
@@ -524,6 +595,7 @@ def merge_pieces_kernel(  # type: ignore[no-untyped-def]
     end_piece = uint32(row + piece_of(first_tile + int64(row_tiles - 1), tiles, blocks) + 1)
     begin_piece(shared, first_piece, temperature)
 
+    # Ranks that a piece has not got are keys below all others.
     offered = uint32((end_piece - first_piece) * uint32(wanted))
     taken = uint32(0)
     count = uint32(0)
@@ -533,15 +605,16 @@ def merge_pieces_kernel(  # type: ignore[no-untyped-def]
         for place in range(uint32(taken + uint32(thread)), end, uint32(THREADS)):
             piece = uint32(first_piece + uint32(place) // uint32(wanted))
             rank = uint32(uint32(place) % uint32(wanted))
-            if int64(rank) < workspace[piece, 2]:
-                entry = uint32(cuda.atomic.add(s_state, COUNT, 1))
-                s_keys[entry] = uint64(workspace[piece, uint32(rank + uint32(HEADER))])
+            key = uint64(workspace[piece, uint32(rank + uint32(HEADER))])
+            s_keys[uint32(count + uint32(place) - taken)] = key
+        count = uint32(count + end - taken)
         taken = end
+        if thread == 0:
+            s_state[COUNT] = int32(count)
         cuda.syncthreads()
-        count = uint32(s_state[COUNT])
-        if count > uint32(wanted):
-            raise_threshold(shared, wanted, int32(0))
-            count = uint32(wanted)
+        # A few more are sorted sooner than told apart.
+        if count > max(uint32(wanted), uint32(THREADS)):
+            count = uint32(raise_threshold(shared, wanted, int32(0)))
         cuda.syncthreads()
 
     padded = uint32(1)
@@ -550,7 +623,7 @@ def merge_pieces_kernel(  # type: ignore[no-untyped-def]
     for place in range(uint32(count + uint32(thread)), padded, uint32(THREADS)):
         s_keys[uint32(place)] = uint64(0)
     for piece in range(uint32(first_piece + uint32(thread)), end_piece, uint32(THREADS)):
-        if workspace[uint32(piece), 2] == int64(NOT_A_ROW):
+        if workspace[uint32(piece), 2] != int64(0):
             s_state[BAD] = 1
     cuda.syncthreads()
     sort_keys(s_keys, padded)
@@ -617,7 +690,7 @@ def _plan(rows: int, vocabulary: int, k: int, has_aligned_rows: bool, processors
     wanted = max(k, 2)
     growth = max(LEAST_GROWTH, int(GROWTH * wanted))
     row_tiles = -(-(vocabulary + (0 if has_aligned_rows else 3)) // TILE)
-    piece_tiles = max(1, PIECE_SHARE * wanted // TILE)
+    piece_tiles = max(STRIDE, PIECE_SHARE * wanted // TILE)
     blocks = min(processors * BLOCKS_PER_PROCESSOR, -(-rows * row_tiles // piece_tiles))
     return Plan(blocks, row_tiles, wanted, growth)
 

@@ -55,13 +55,14 @@ from numba_ddtree.device.tree_sums import (
     PATH_WORDS_A_PLACE,
     Paths,
     capacity_for,
+    clear_search,
     find_paths,
     order_size,
     place_nodes,
     sort_paths,
 )
 from numba_ddtree.device.tree_worth import keep_worth, round_cost
-from numba_ddtree.device.warp import LANES
+from numba_ddtree.device.warp import LANES, warp_sync
 from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, block_threads
@@ -74,8 +75,10 @@ from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree, arrays_of, tree_sha
 MAX_BUDGET = 1024
 LOWEST = float(np.finfo(np.float64).min)
 
-THREADS = block_threads(512)
-WARPS = THREADS // LANES
+# A block for budgets up to SMALL_BUDGET and for all others: few warps meet at a barrier sooner, and many
+# have more log-probs under way.
+SMALL_BUDGET, SMALL_WIDTH = 128, 256
+FEW_THREADS, MANY_THREADS = block_threads(256), block_threads(512)
 # Tree and search together take about 88 KB for 1024 nodes; what is left of this, which every device
 # has, holds the first ranks of each row.
 SHARED_WORDS = 99 * 1024 // 4
@@ -85,6 +88,7 @@ BAD_COST_FLAG, BAD_TOKEN_FLAG, COUNT_WORD = 3, 4, 5
 COUNTERS_AT = 6
 FLAG_WORDS = COUNTERS_AT + COUNTERS + 1  # an even number, for what comes after it
 CHAIN_WORDS = 2 * (MAX_DEPTH + 1)
+CHAIN_BATCH = 8  # log-probs that are loaded at once
 
 
 class TreeTable(NamedTuple):
@@ -106,12 +110,20 @@ class TreeTable(NamedTuple):
 
 @device_routine
 def chain_scores(s_log_probs: Any, staged: Any, depth: Any, s_chain: Any) -> None:
-    """Write the scores of the top-1 path's beginnings; one thread's work."""
+    """Write the scores of the top-1 path's beginnings; each warp does, rather than wait for one."""
     score = 0.0
     s_chain[0] = score
-    for row in range(uint32(depth)):
-        score = score + float64(s_log_probs[uint32(row * uint32(staged))])
-        s_chain[uint32(row + 1)] = score
+    values = cuda.local.array(CHAIN_BATCH, float32)
+    last = uint32(depth - 1)
+    for first in range(uint32(0), uint32(depth), uint32(CHAIN_BATCH)):
+        for part in range(CHAIN_BATCH):
+            values[part] = s_log_probs[uint32(min(uint32(first + uint32(part)), last) * uint32(staged))]
+        for part in range(CHAIN_BATCH):
+            score = score + float64(values[part])
+            row = uint32(first + uint32(part))
+            if row <= last:
+                s_chain[uint32(row + uint32(1))] = score
+    warp_sync()
 
 
 @device_routine
@@ -123,209 +135,214 @@ def count_seeds(s_chain: Any, most: Any, least: Any) -> Any:
     return seeds
 
 
-def build_tree_kernel(  # type: ignore[no-untyped-def]
-    log_probs,  # float32 [B, L, K]
-    candidate_ids,  # int32 or int64 [B, L, K]
-    budgets,  # int32 [B], or empty: the default for all, as for all arrays up to min_log_probs
-    root_tokens,  # int32 [B]
-    prefix_lengths,  # int32 [B]
-    max_depths,  # int32 [B]
-    max_candidates,  # int32 [B]
-    min_log_probs,  # float32 or float64 [B]
-    verify_cost,  # float64 [M], or empty: no cost
-    default_budget,  # int32
-    default_least,  # float64
-    chain_seed,  # int32
-    draft_cost,  # float64
-    staged,  # int32: ranks of each row that fit shared memory
-    capacity,  # int32: continuations that the search has room for
-    search_words,  # int32: shared memory of the search
-    token_ids,  # int32 [B, N], and so on as DraftTree
-    parents,
-    depths,
-    positions,
-    first_child,
-    next_sibling,
-    ancestor_bits,
-    num_nodes,
-    status,
-):
-    request = uint32(cuda.blockIdx.x)
-    thread = uint32(cuda.threadIdx.x)
-    slots = uint32(parents.shape[1])
-    stride = int32((slots + uint32(LANES - 1)) & uint32(~(LANES - 1) & 0xFFFFFFFF))
-    s_words = cuda.shared.array(0, int32)
-    s_unsigned = cuda.shared.array(0, uint32)
-    s_halves = cuda.shared.array(0, uint16)
-    s_keys = cuda.shared.array(0, int64)
-    s_doubles = cuda.shared.array(0, float64)
-    s_floats = cuda.shared.array(0, float32)
-    tree = TreeTable(
-        score=s_doubles,
-        parent=shared_from(s_words, int32(2 * stride)),
-        depth=shared_from(s_words, int32(3 * stride)),
-        rank=shared_from(s_words, int32(4 * stride)),
-        first_child=shared_from(s_words, int32(5 * stride)),
-        next_sibling=shared_from(s_words, int32(6 * stride)),
-    )
-    flags_at = int32(SLOT_WORDS * stride)
-    chain_at = int32(flags_at + int32(FLAG_WORDS))
-    search_at = int32(chain_at + int32(CHAIN_WORDS))
-    s_flags = shared_from(s_words, flags_at)
-    s_chain = shared_from(s_doubles, int32(chain_at >> int32(1)))
-    s_log_probs = shared_from(s_floats, int32(search_at + search_words))
-    bins_at = int32(search_at + int32(PATH_WORDS_A_PLACE) * capacity)
-    paths = Paths(
-        score=shared_from(s_doubles, int32(search_at >> int32(1))),
-        origin=shared_from(s_unsigned, int32(search_at + int32(2) * capacity)),
-        bounds=shared_from(s_unsigned, int32(search_at + int32(3) * capacity)),
-        bins=shared_from(s_words, bins_at),
-        order=shared_from(s_halves, int32(int32(2) * (bins_at + int32(BINS)))),
-        counters=shared_from(s_words, int32(flags_at + int32(COUNTERS_AT))),
-        chain=s_chain,
-        room=uint32(capacity),
-    )
-    # Popping needs its table only after the search has given up, so that both share their memory.
-    offers_at = int32(search_at + int32(2) * stride)
-    offers = Offers(
-        key=shared_from(s_keys, int32(search_at >> int32(1))),
-        rank=shared_from(s_words, offers_at),
-        last_child=shared_from(s_words, int32(offers_at + stride)),
-        path_bits=shared_from(s_words, int32(offers_at + int32(2) * stride)),
-        path=shared_from(s_unsigned, int32(offers_at + int32(3) * stride)),
-        stride=uint32(stride),
-    )
-
-    budget = budgets[request] if budgets.shape[0] > 0 else default_budget
-    prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
-    root = root_tokens[request] if root_tokens.shape[0] > 0 else int32(0)
-    depth = max_depths[request] if max_depths.shape[0] > 0 else int32(log_probs.shape[1])
-    width = max_candidates[request] if max_candidates.shape[0] > 0 else int32(log_probs.shape[2])
-    least = float64(min_log_probs[request]) if min_log_probs.shape[0] > 0 else default_least
-    is_in_range = (
-        0 <= budget < int32(slots)
-        and root >= 0
-        and 0 <= prefix <= MAX_PREFIX
-        and 1 <= depth <= int32(log_probs.shape[1])
-        and 1 <= width <= int32(log_probs.shape[2])
-        and least == least
-    )
-    for slot in range(thread, uint32(stride), uint32(THREADS)):
-        tree.first_child[slot] = -1
-        tree.next_sibling[slot] = -1
-    if thread < FLAG_WORDS:
-        s_flags[thread] = 0
-    cuda.syncthreads()
-    stage_log_probs(log_probs, request, s_log_probs, staged, s_flags, WARPS)
-    clear_ancestor_bits(ancestor_bits, request, THREADS)
-    if is_in_range and verify_cost.shape[0] > 0:
-        for nodes in range(thread, uint32(budget + 1), uint32(THREADS)):
-            if not 0.0 < round_cost(verify_cost, draft_cost, nodes) < np.inf:
-                s_flags[BAD_COST_FLAG] = 1
-    cuda.syncthreads()
-
-    code = int32(TreeStatus.OK)
-    if not is_in_range or s_flags[BAD_COST_FLAG] != 0:
-        code = int32(TreeStatus.INVALID)
-    elif s_flags[NAN_FLAG] != 0:
-        code = int32(TreeStatus.NAN)
-    elif s_flags[INVALID_FLAG] != 0:
-        code = int32(TreeStatus.INVALID)
-    elif s_log_probs[0] == float32(-np.inf):
-        code = int32(TreeStatus.NO_CANDIDATE)
-
-    count = int32(1)
-    if thread == 0:
-        tree.score[0] = 0.0
-        tree.parent[0] = -1
-        tree.depth[0] = 0
-        tree.rank[0] = 0
-    if code == int32(TreeStatus.OK) and budget > 0:
-        if thread == 0:
-            chain_scores(s_log_probs, staged, depth, s_chain)
-        cuda.syncthreads()
-        lowest = max(least, LOWEST)
-        rows = Rows(
-            log_probs=log_probs,
-            request=request,
-            s_log_probs=s_log_probs,
-            staged=uint32(staged),
-            depth=uint32(depth),
-            width=uint32(width),
-            budget=uint32(budget),
-            least=lowest,
-            seeds=count_seeds(s_chain, uint32(min(depth, budget) if chain_seed != 0 else 0), lowest),
-        )
-        stored = uint32(0)
-        if s_flags[POSITIVE_FLAG] == 0:
-            stored = find_paths(rows, paths, THREADS)
-        if stored > 0:
-            nodes = min(sort_paths(paths, stored, THREADS), rows.budget)
-            place_nodes(paths, nodes, tree, THREADS)
-            count = int32(nodes + 1)
-        else:
-            for slot in range(thread, uint32(stride), uint32(THREADS)):
-                offers.key[slot] = NO_OFFER
-            cuda.syncthreads()
-            if thread < LANES:
-                s_flags[COUNT_WORD] = int32(pop_tree(rows, tree, offers))
-            cuda.syncthreads()
-            count = s_flags[COUNT_WORD]
-        if count <= budget:
-            code = int32(TreeStatus.EXHAUSTED)
-        if verify_cost.shape[0] > 0:
-            worth = keep_worth(
-                tree.score, count, verify_cost, draft_cost, shared_from(s_flags, COUNT_WORD), THREADS
-            )
-            if worth < count:
-                code = int32(TreeStatus.OK)
-                count = worth
-
-    # The rank of a node gives way to its token, so that a bad one is known before anything is written.
-    for node in range(thread + uint32(1), uint32(count), uint32(THREADS)):
-        token = candidate_ids[request, uint32(tree.depth[node] - 1), uint32(tree.rank[node])]
-        if token < 0 or token > MAX_TOKEN:
-            s_flags[BAD_TOKEN_FLAG] = 1
-        tree.rank[node] = int32(token)
-    if thread == 0:
-        tree.rank[0] = max(root, int32(0))
-    cuda.syncthreads()
-    if s_flags[BAD_TOKEN_FLAG] != 0:
-        code = int32(TreeStatus.INVALID)
-        count = int32(1)
-    if thread == 0:
-        num_nodes[request] = count
-        status[request] = code
-    base = max(prefix, int32(0))
-    for slot in range(thread, slots, uint32(THREADS)):
-        used = slot < uint32(count)
-        token_ids[request, slot] = tree.rank[slot] if used else 0
-        parents[request, slot] = tree.parent[slot] if used else -1
-        depths[request, slot] = tree.depth[slot] if used else 0
-        positions[request, slot] = base + (tree.depth[slot] if used else 0)
-        # Links may lead to nodes that were given up.
-        child, sibling = tree.first_child[slot], tree.next_sibling[slot]
-        first_child[request, slot] = child if used and child < count else -1
-        next_sibling[request, slot] = sibling if used and sibling < count else -1
-    write_ancestor_bits(ancestor_bits, request, tree.parent, count, THREADS)
-
-
 _TREE = ", ".join(["int32[:, ::1]"] * 6 + ["uint32[:, :, ::1]"] + ["int32[::1]"] * 2)
-BUILD_TREE = Kernel(
-    build_tree_kernel,
-    tuple(
-        f"void(float32[:, :, ::1], {ids}[:, :, ::1], {', '.join(['int32[::1]'] * 5)}, {least}[::1], "
-        f"{cost}[::1], int32, float64, int32, float64, int32, int32, int32, {_TREE})"
-        # Arrays that are not given are empty ones of int32.
-        for ids, least, cost in (
-            ("int32", "int32", "int32"),
-            ("int64", "int32", "int32"),
-            ("int64", "float64", "float64"),
-            ("int32", "float32", "float64"),
-        )
-    ),
-    THREADS,
+SIGNATURES = tuple(
+    f"void(float32[:, :, ::1], {ids}[:, :, ::1], {', '.join(['int32[::1]'] * 5)}, {least}[::1], "
+    f"{cost}[::1], int32, float64, int32, float64, int32, int32, int32, {_TREE})"
+    # Arrays that are not given are empty ones of int32.
+    for ids, least, cost in (
+        ("int32", "int32", "int32"),
+        ("int64", "int32", "int32"),
+        ("int64", "float64", "float64"),
+        ("int32", "float32", "float64"),
+    )
 )
+
+
+def kernel_of(threads: int) -> Kernel:
+    """Return the kernel for blocks of so many threads, by which its loops stride."""
+
+    def build_tree_kernel(  # type: ignore[no-untyped-def]
+        log_probs,  # float32 [B, L, K]
+        candidate_ids,  # int32 or int64 [B, L, K]
+        budgets,  # int32 [B], or empty: the default for all, as for all arrays up to min_log_probs
+        root_tokens,  # int32 [B]
+        prefix_lengths,  # int32 [B]
+        max_depths,  # int32 [B]
+        max_candidates,  # int32 [B]
+        min_log_probs,  # float32 or float64 [B]
+        verify_cost,  # float64 [M], or empty: no cost
+        default_budget,  # int32
+        default_least,  # float64
+        chain_seed,  # int32
+        draft_cost,  # float64
+        staged,  # int32: ranks of each row that fit shared memory
+        capacity,  # int32: continuations that the search has room for
+        search_words,  # int32: shared memory of the search
+        token_ids,  # int32 [B, N], and so on as DraftTree
+        parents,
+        depths,
+        positions,
+        first_child,
+        next_sibling,
+        ancestor_bits,
+        num_nodes,
+        status,
+    ):
+        request = uint32(cuda.blockIdx.x)
+        thread = uint32(cuda.threadIdx.x)
+        slots = uint32(parents.shape[1])
+        stride = int32((slots + uint32(LANES - 1)) & uint32(~(LANES - 1) & 0xFFFFFFFF))
+        s_words = cuda.shared.array(0, int32)
+        s_unsigned = cuda.shared.array(0, uint32)
+        s_halves = cuda.shared.array(0, uint16)
+        s_keys = cuda.shared.array(0, int64)
+        s_doubles = cuda.shared.array(0, float64)
+        s_floats = cuda.shared.array(0, float32)
+        tree = TreeTable(
+            score=s_doubles,
+            parent=shared_from(s_words, int32(2 * stride)),
+            depth=shared_from(s_words, int32(3 * stride)),
+            rank=shared_from(s_words, int32(4 * stride)),
+            first_child=shared_from(s_words, int32(5 * stride)),
+            next_sibling=shared_from(s_words, int32(6 * stride)),
+        )
+        flags_at = int32(SLOT_WORDS * stride)
+        chain_at = int32(flags_at + int32(FLAG_WORDS))
+        search_at = int32(chain_at + int32(CHAIN_WORDS))
+        s_flags = shared_from(s_words, flags_at)
+        s_chain = shared_from(s_doubles, int32(chain_at >> int32(1)))
+        s_log_probs = shared_from(s_floats, int32(search_at + search_words))
+        bins_at = int32(search_at + int32(PATH_WORDS_A_PLACE) * capacity)
+        paths = Paths(
+            score=shared_from(s_doubles, int32(search_at >> int32(1))),
+            origin=shared_from(s_unsigned, int32(search_at + int32(2) * capacity)),
+            bounds=shared_from(s_unsigned, int32(search_at + int32(3) * capacity)),
+            bins=shared_from(s_words, bins_at),
+            order=shared_from(s_halves, int32(int32(2) * (bins_at + int32(BINS)))),
+            counters=shared_from(s_words, int32(flags_at + int32(COUNTERS_AT))),
+            chain=s_chain,
+            room=uint32(capacity),
+        )
+        # Popping needs its table only after the search has given up, so that both share their memory.
+        offers_at = int32(search_at + int32(2) * stride)
+        offers = Offers(
+            key=shared_from(s_keys, int32(search_at >> int32(1))),
+            rank=shared_from(s_words, offers_at),
+            last_child=shared_from(s_words, int32(offers_at + stride)),
+            path_bits=shared_from(s_words, int32(offers_at + int32(2) * stride)),
+            path=shared_from(s_unsigned, int32(offers_at + int32(3) * stride)),
+            stride=uint32(stride),
+        )
+
+        budget = budgets[request] if budgets.shape[0] > 0 else default_budget
+        prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
+        root = root_tokens[request] if root_tokens.shape[0] > 0 else int32(0)
+        depth = max_depths[request] if max_depths.shape[0] > 0 else int32(log_probs.shape[1])
+        width = max_candidates[request] if max_candidates.shape[0] > 0 else int32(log_probs.shape[2])
+        least = float64(min_log_probs[request]) if min_log_probs.shape[0] > 0 else default_least
+        is_in_range = (
+            0 <= budget < int32(slots)
+            and root >= 0
+            and 0 <= prefix <= MAX_PREFIX
+            and 1 <= depth <= int32(log_probs.shape[1])
+            and 1 <= width <= int32(log_probs.shape[2])
+            and least == least
+        )
+        for slot in range(thread, uint32(stride), uint32(threads)):
+            tree.first_child[slot] = -1
+            tree.next_sibling[slot] = -1
+        if thread < COUNTERS_AT:
+            s_flags[thread] = 0
+        clear_search(paths, threads)
+        cuda.syncthreads()
+        stage_log_probs(log_probs, request, s_log_probs, staged, s_flags, threads // LANES)
+        clear_ancestor_bits(ancestor_bits, request, threads)
+        if is_in_range and verify_cost.shape[0] > 0:
+            for nodes in range(thread, uint32(budget + 1), uint32(threads)):
+                if not 0.0 < round_cost(verify_cost, draft_cost, nodes) < np.inf:
+                    s_flags[BAD_COST_FLAG] = 1
+        cuda.syncthreads()
+
+        code = int32(TreeStatus.OK)
+        if not is_in_range or s_flags[BAD_COST_FLAG] != 0:
+            code = int32(TreeStatus.INVALID)
+        elif s_flags[NAN_FLAG] != 0:
+            code = int32(TreeStatus.NAN)
+        elif s_flags[INVALID_FLAG] != 0:
+            code = int32(TreeStatus.INVALID)
+        elif s_log_probs[0] == float32(-np.inf):
+            code = int32(TreeStatus.NO_CANDIDATE)
+
+        count = int32(1)
+        if thread == 0:
+            tree.score[0] = 0.0
+            tree.parent[0] = -1
+            tree.depth[0] = 0
+            tree.rank[0] = 0
+        if code == int32(TreeStatus.OK) and budget > 0:
+            chain_scores(s_log_probs, staged, depth, s_chain)
+            lowest = max(least, LOWEST)
+            rows = Rows(
+                log_probs=log_probs,
+                request=request,
+                s_log_probs=s_log_probs,
+                staged=uint32(staged),
+                depth=uint32(depth),
+                width=uint32(width),
+                budget=uint32(budget),
+                least=lowest,
+                seeds=count_seeds(s_chain, uint32(min(depth, budget) if chain_seed != 0 else 0), lowest),
+            )
+            stored = uint32(0)
+            if s_flags[POSITIVE_FLAG] == 0:
+                stored = find_paths(rows, paths, threads)
+            if stored > 0:
+                nodes = min(sort_paths(rows, paths, stored, threads), rows.budget)
+                place_nodes(paths, stored, nodes, tree, threads)
+                count = int32(nodes + 1)
+            else:
+                for slot in range(thread, uint32(stride), uint32(threads)):
+                    offers.key[slot] = NO_OFFER
+                cuda.syncthreads()
+                if thread < LANES:
+                    s_flags[COUNT_WORD] = int32(pop_tree(rows, tree, offers))
+                cuda.syncthreads()
+                count = s_flags[COUNT_WORD]
+            if count <= budget:
+                code = int32(TreeStatus.EXHAUSTED)
+            if verify_cost.shape[0] > 0:
+                worth = keep_worth(
+                    tree.score, count, verify_cost, draft_cost, shared_from(s_flags, COUNT_WORD), threads
+                )
+                if worth < count:
+                    code = int32(TreeStatus.OK)
+                    count = worth
+
+        # The rank of a node gives way to its token, so that a bad one is known before anything is written.
+        for node in range(thread + uint32(1), uint32(count), uint32(threads)):
+            token = candidate_ids[request, uint32(tree.depth[node] - 1), uint32(tree.rank[node])]
+            if token < 0 or token > MAX_TOKEN:
+                s_flags[BAD_TOKEN_FLAG] = 1
+            tree.rank[node] = int32(token)
+        if thread == 0:
+            tree.rank[0] = max(root, int32(0))
+        cuda.syncthreads()
+        if s_flags[BAD_TOKEN_FLAG] != 0:
+            code = int32(TreeStatus.INVALID)
+            count = int32(1)
+        if thread == 0:
+            num_nodes[request] = count
+            status[request] = code
+        base = max(prefix, int32(0))
+        for slot in range(thread, slots, uint32(threads)):
+            used = slot < uint32(count)
+            token_ids[request, slot] = tree.rank[slot] if used else 0
+            parents[request, slot] = tree.parent[slot] if used else -1
+            depths[request, slot] = tree.depth[slot] if used else 0
+            positions[request, slot] = base + (tree.depth[slot] if used else 0)
+            # Links may lead to nodes that were given up.
+            child, sibling = tree.first_child[slot], tree.next_sibling[slot]
+            first_child[request, slot] = child if used and child < count else -1
+            next_sibling[request, slot] = sibling if used and sibling < count else -1
+        write_ancestor_bits(ancestor_bits, request, tree.parent, count, threads)
+
+    build_tree_kernel.__name__ = f"build_tree_kernel_{threads}"
+    return Kernel(build_tree_kernel, SIGNATURES, threads)
+
+
+BUILD_SMALL_TREE = kernel_of(FEW_THREADS)
+BUILD_TREE = kernel_of(MANY_THREADS)
 
 
 class Settings(NamedTuple):
@@ -629,10 +646,11 @@ def _launch(
     )
     table_words = SLOT_WORDS * stride + FLAG_WORDS + CHAIN_WORDS + search_words
     staged = min(width, max(settings.max_budget, 1), (SHARED_WORDS - table_words) // depth)
+    is_small = settings.max_budget <= SMALL_BUDGET and width <= SMALL_WIDTH
     with Transfer(placement, stream) as transfer:
         outputs = transfer.outputs(tree_shapes(batch, slots), TREE_DTYPES, out)
         transfer.launch(
-            BUILD_TREE,
+            BUILD_SMALL_TREE if is_small else BUILD_TREE,
             batch,
             *(transfer.input(view) for view in views.values()),
             np.int32(settings.budget),

@@ -92,7 +92,12 @@ def compile_to_lto_ir(kernel: Kernel, signature: str, architecture: str) -> byte
 
 
 def test_there_are_kernels() -> None:
-    assert {"build_tree_kernel", "accept_tree_kernel", "tree_links_kernel"} <= set(KERNELS)
+    assert {
+        "build_tree_kernel_256",
+        "build_tree_kernel_512",
+        "accept_tree_kernel",
+        "tree_links_kernel",
+    } <= set(KERNELS)
 
 
 @pytest.mark.parametrize(("name", "architecture", "index"), cases())

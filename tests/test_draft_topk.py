@@ -219,6 +219,24 @@ def test_kernel_on_large_rows_of_every_kind(rng: np.random.Generator, kind: str,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("value", [-1e9, 3e6, 2e38])
+def test_kernel_leaves_out_absent_numbers_below_a_far_bound(rng: np.random.Generator, value: float) -> None:
+    # float32 has no number 60 temperatures below such a bound other than the bound.
+    logits = np.full((1, 3, 100_003), value, np.float32)
+    logits[rng.random(logits.shape) < 0.3] = -np.inf
+    check_topk(numba_library(), logits, 64, temperature=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [1, 64])
+def test_kernel_on_one_of_many_equals(k: int) -> None:
+    # All of the sum is the same number over and over, so that its errors are too.
+    logits = np.full((1, 8, 129_280), -3.37, np.float32)
+    logits[0, :, 70_001] = np.linspace(9, 40, 8)
+    check_topk(numba_library(), logits, k, temperature=0.7)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (33, 3), (300, 7)])
 def test_kernel_on_many_rows(rng: np.random.Generator, B: int, L: int) -> None:
     V = 5003

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_function, int32, int64, uint32, uint64
-from numba_ddtree.device.warp import LANES
+from numba_ddtree.device.memory import store_flat
 
 MAGNITUDE = np.int64(0x7FFF_FFFF_FFFF_FFFF)
 PATH_WORDS = 3
@@ -93,13 +93,11 @@ def placed_code(code: Any, start: Any, word: Any) -> Any:
 @device_function
 def clear_ancestor_bits(ancestor_bits: Any, request: Any, threads: Any) -> None:
     """Make a request's ancestor bits 0, as `write_ancestor_bits` wants them; the whole block takes part."""
-    slots, words = uint32(ancestor_bits.shape[1]), uint32(ancestor_bits.shape[2])
-    # A warp a row, since dividing a running index by a row's length costs more than writing it.
-    lane = uint32(cuda.threadIdx.x) % uint32(LANES)
-    warp = uint32(cuda.threadIdx.x) // uint32(LANES)
-    for slot in range(warp, slots, uint32(threads // LANES)):
-        for word in range(lane, words, uint32(LANES)):
-            ancestor_bits[request, uint32(slot), uint32(word)] = np.uint32(0)
+    size = uint32(ancestor_bits.shape[1]) * uint32(ancestor_bits.shape[2])
+    start = int64(request) * int64(size)
+    # As one row: dividing a running index by a row's length costs more than writing it.
+    for place in range(uint32(cuda.threadIdx.x), uint32(size), uint32(threads)):
+        store_flat(ancestor_bits, int64(start + int64(place)), uint32(0))
 
 
 @device_function
@@ -118,16 +116,17 @@ def write_ancestor_bits(ancestor_bits: Any, request: Any, s_parents: Any, count:
     threads : int
         Threads of the block.
     """
-    for node in range(cuda.threadIdx.x, count, threads):
+    for node in range(uint32(cuda.threadIdx.x), uint32(count), uint32(threads)):
         # Indices fall on the way to the root, so that each word is complete when the walk leaves it.
-        word = node >> 5
-        bits = np.int64(1) << np.int64(node & 31)
-        ancestor = s_parents[node]
+        word = uint32(node >> uint32(5))
+        bits = uint32(uint32(1) << uint32(node & uint32(31)))
+        ancestor = int32(s_parents[node])
         while ancestor >= 0:
-            if ancestor >> 5 != word:
-                ancestor_bits[request, node, word] = np.uint32(bits)
-                word = ancestor >> 5
-                bits = np.int64(0)
-            bits |= np.int64(1) << np.int64(ancestor & 31)
-            ancestor = s_parents[ancestor]
-        ancestor_bits[request, node, word] = np.uint32(bits)
+            ancestor_word = uint32(uint32(ancestor) >> uint32(5))
+            if ancestor_word != word:
+                ancestor_bits[request, node, word] = bits
+                word = ancestor_word
+                bits = uint32(0)
+            bits = uint32(bits | (uint32(1) << uint32(uint32(ancestor) & uint32(31))))
+            ancestor = int32(s_parents[uint32(ancestor)])
+        ancestor_bits[request, node, word] = bits

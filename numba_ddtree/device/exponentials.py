@@ -62,15 +62,16 @@ def exponent_scale(temperature: Any) -> Any:
 def bound_terms(bound: Any, temperature: Any) -> Any:
     """Return what `exponential` is to know of a finite bound, and what it is relative to.
 
-    The former are an origin, a floor and a rounder, float32; the latter is the reference, float64, near
-    ``bound / temperature``.
+    The former are an origin, the lowest distance from it and a rounder, float32; the latter is the
+    reference, float64, near ``bound / temperature``.
     """
     exponent = float64(bound) * LOG2_E / temperature
     is_small = abs(exponent) <= LARGEST_EXPONENT
     # A difference from a far bound is exact, since what is left of it is within a part in 10^4.
     origin = float32(0) if is_small else bound
     whole = nearest(exponent) if is_small else float64(0)
-    floor = float32(max(float64(bound) - DEPTH * temperature, LOWEST))
+    # A distance, since a number so little below a far bound would be rounded to the bound.
+    floor = float32(max(float64(bound) - float64(origin) - DEPTH * temperature, LOWEST))
     reference = float64(origin) / temperature + whole * LN_2
     return (origin, floor, float32(ROUNDER - whole)), reference
 
@@ -79,11 +80,11 @@ def bound_terms(bound: Any, temperature: Any) -> Any:
 def exponential(value: Any, terms: Any, scale: Any) -> Any:
     """``exp(value / temperature - reference)`` of a float32 at most the bound, to 8e-8 of it.
 
-    Of what is below the floor, it is the floor's: 1e-26 of the bound's.
+    Of what is farther below than the lowest distance, it is that one's: 1e-26 of the bound's.
     """
     origin, floor, rounder = terms
     scale_high, scale_low = scale
-    distance = larger(value, floor) - origin
+    distance = larger(value - origin, floor)
     shifted = fused_multiply_add(distance, scale_high, rounder)
     whole = shifted - rounder
     rest = fused_multiply_add(distance, scale_high, -whole)

@@ -1,4 +1,4 @@
-"""Wide loads from global memory."""
+"""Wide loads from global memory, and loads and stores by an element's place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ if SIMULATED:
 
     def load_four(array: Any, offset: Any) -> Any:
         return tuple(array.reshape(-1)[offset : offset + 4])
+
+    def load_flat(array: Any, offset: Any) -> Any:
+        return array.reshape(-1)[offset]
+
+    def store_flat(array: Any, offset: Any, value: Any) -> None:
+        array.reshape(-1)[offset] = value
 
 else:
     from llvmlite import ir
@@ -40,3 +46,24 @@ else:
             return result
 
         return types.UniTuple(types.float32, 4)(array, types.int64), generate
+
+    @intrinsic
+    def load_flat(typing_context: Any, array: Any, offset: Any) -> Any:
+        """Element of a C-contiguous array; `offset` (int64) counts from the array's first."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            return builder.load(builder.gep(data, [args[1]]))
+
+        return array.dtype(array, types.int64), generate
+
+    @intrinsic
+    def store_flat(typing_context: Any, array: Any, offset: Any, value: Any) -> Any:
+        """Store an element of a C-contiguous array; `offset` (int64) counts from the array's first."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, args[0]).data
+            builder.store(args[2], builder.gep(data, [args[1]]))
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, array.dtype), generate

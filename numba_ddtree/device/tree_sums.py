@@ -12,9 +12,9 @@ How the largest are found without making them all:
 * A continuation is preceded by each that is nowhere larger in rank and no longer, which are
   ``sum_k prod_(j <= k) (r_j + 1)``, itself included. Where that exceeds the budget, it is no node.
 * A histogram counts some continuations by score. All those of the best bins that hold as many as the
-  budget, and none of the rest, can be nodes. It starts with the spurs, the continuations that leave the
-  top-1 path once, and grows with the levels: each finds the children of the level before it that are
-  still within the cut. The more is counted, the tighter the cut.
+  budget, and none of the rest, can be nodes. It starts with the spurs, which leave the top-1 path in
+  their last place, and with what continues them by ranks of 0; it grows with the levels: each finds the
+  children of the level before it that are still within the cut. The more is counted, the tighter the cut.
 * Should a level not fit, all of it is counted nevertheless, and the levels are made anew under the
   tighter cut. Should that not help, massive ties, `numba_ddtree.device.tree_pops` takes over.
 
@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_ddtree.cuda_target import cuda, device_routine, float64, int32, uint32
-from numba_ddtree.device.bits import bits_of
+from numba_ddtree.cuda_target import cuda, device_routine, float64, int32, int64, uint32
+from numba_ddtree.device.bits import bits_of, value_of
 from numba_ddtree.device.draft_rows import log_prob
 from numba_ddtree.device.warp import (
     LANES,
     warp_ballot,
     warp_broadcast,
+    warp_max,
     warp_running_sum,
     warp_sync,
 )
@@ -46,9 +47,12 @@ _BINS_A_LANE = BINS // LANES
 
 # Counters: three that take turns to count a level, then these.
 FOUND_COUNTERS = 3
-CUT, KEPT = 3, 4
-COUNTERS = 5
-WIDE_BUDGET = 128
+CUT, KEPT, LARGEST = 3, 4, 5
+COUNTERS = 7  # an odd number, as the flags before them are
+TEAM_SHIFT = 3  # eight lanes look at a parent's children, or more
+CUT_EVERY = 256  # continuations, or half a budget: a cut takes as long as a level, and little is won by few
+# Buckets of this size and less are sorted by comparing all with all.
+MAX_BUCKET = 48
 MAX_CAPACITY = 3072
 PATH_WORDS_A_PLACE = 4  # of shared memory, beside the order
 
@@ -57,6 +61,9 @@ _PLACE_BITS, _RANK_BITS = 12, 10
 # And its bounds: the product of its path's rank + 1, the sum over its beginnings of theirs, and how
 # often it leaves the top-1 path, 2 for more than once.
 _PRODUCT_BITS, _SUM_BITS = 11, 11
+# When they are sorted: its bucket and its number there; a bucket's start and, above it, its size.
+_BUCKET_BITS, _START_BITS = 9, 12
+_NO_BUCKET = 0xFFFFFFFF
 
 
 def capacity_for(budget: int) -> int:
@@ -79,13 +86,14 @@ class Paths(NamedTuple):
     origin : uint32 [capacity]
         Parent's place, rank, depth.
     bounds : uint32 [capacity]
-        Product, sum and deviations; later the place in the tree.
+        Product, sum and deviations; later the bucket, then the place in the tree.
     order : uint16 [order_size]
-        Places of those that may be nodes, in order of the tree in the end.
+        Places of those that may be nodes, bucket by bucket, or in order of the tree.
     bins : int32 [BINS]
-        Histogram of scores, see `bin_place`.
+        Histogram of scores, see `bin_place`; later of buckets.
     counters : int32 [COUNTERS]
-        How many a level has, in turns; the last bin that may hold nodes; how many are within it.
+        How many a level has, in turns; the last bin that may hold nodes; how many are within it; the size
+        of the largest bucket.
     chain : float64 [L + 1]
         Score of the first d places of the top-1 path.
     room : uint32
@@ -153,14 +161,19 @@ def deviations_of(bounds: Any) -> Any:
 
 
 @device_routine
-def score_bin(score: Any, least: Any) -> Any:
-    """Bin of a score, 0 for the best; ``BINS`` where it is below the least."""
-    if not score >= least:
-        return int32(BINS)
-    if score > 0.0:  # a seed
-        return int32(0)
+def score_bin(score: Any) -> Any:
+    """Bin of a score of at most 0; 0 for the best."""
     magnitude = int32((bits_of(score) >> _BIN_SHIFT) & 0xFFFF)
     return int32(min(max(int32(magnitude - int32(_FIRST_BIN)), int32(0)), int32(BINS - 1)))
+
+
+@device_routine
+def least_within(rows: Any, cut: Any) -> Any:
+    """Least score of a continuation within the cut, a bin, and the request's limit."""
+    if cut >= int32(BINS - 1):
+        return rows.least
+    beyond = (int64(cut) + int64(_FIRST_BIN + 1)) << int64(_BIN_SHIFT)
+    return max(rows.least, -value_of(beyond - int64(1)))
 
 
 @device_routine
@@ -171,12 +184,9 @@ def bin_place(index: Any) -> Any:
 
 
 @device_routine
-def count_score(paths: Any, score: Any, least: Any) -> Any:
-    """Count a score and return its bin."""
-    index = score_bin(score, least)
-    if index < int32(BINS):
-        cuda.atomic.add(paths.bins, bin_place(index), int32(1))
-    return index
+def count_score(paths: Any, score: Any) -> None:
+    """Count a score."""
+    cuda.atomic.add(paths.bins, bin_place(score_bin(score)), int32(1))
 
 
 @device_routine
@@ -203,11 +213,10 @@ def find_cut(paths: Any, budget: Any) -> None:
 
 
 @device_routine
-def agree_on_cut(paths: Any, budget: Any) -> Any:
-    """Find the cut of what was counted so far; the whole block takes part."""
-    cuda.syncthreads()
+def agree_on_cut(rows: Any, paths: Any) -> Any:
+    """Find the cut of what was counted before the last barrier; the whole block takes part."""
     if cuda.threadIdx.x < LANES:
-        find_cut(paths, budget)
+        find_cut(paths, rows.budget)
     cuda.syncthreads()
     return paths.counters[CUT]
 
@@ -218,42 +227,74 @@ def count_spurs(rows: Any, paths: Any, threads: Any) -> None:
 
     The histogram may count any continuations, as long as it counts none twice.
     """
+    thread = uint32(cuda.threadIdx.x)
     width = min(min(rows.staged, rows.width), rows.budget)
-    for task in range(uint32(cuda.threadIdx.x), uint32(rows.depth * width), uint32(threads)):
-        row = uint32(uint32(task) // width)
-        rank = uint32(uint32(task) - row * width)
-        if uint32(row + rank) < rows.budget:
-            score = paths.chain[row] + log_prob(rows, row, rank)
-            count_score(paths, score, rows.least)
-
-
-@device_routine
-def count_extended_spurs(rows: Any, paths: Any, cut: Any, threads: Any) -> None:
-    """Count what continues the spurs by ranks of 0, within the cut and the bounds."""
-    width = min(min(rows.staged, rows.width), rows.budget)
-    for task in range(uint32(cuda.threadIdx.x), uint32(rows.depth * width), uint32(threads)):
-        row = uint32(uint32(task) // width)
-        rank = uint32(uint32(task) - row * width)
+    row = uint32(thread // uint32(LANES))  # a warp takes 32 ranks of one row at a time
+    rank = uint32(thread % uint32(LANES))
+    while True:
+        while row >= rows.depth:
+            row = uint32(row - rows.depth)
+            rank = uint32(rank + uint32(LANES))
+        if rank >= width:
+            break
         score = paths.chain[row] + log_prob(rows, row, rank)
-        total = uint32(row + rank + uint32(1))
-        row = uint32(row + uint32(1))
-        while rank > uint32(0) and row < rows.depth:
-            score = score + log_prob(rows, row, uint32(0))
-            total = uint32(total + rank + uint32(1))
-            if total > rows.budget or score_bin(score, rows.least) > cut:
-                break
-            count_score(paths, score, rows.least)
-            row = uint32(row + uint32(1))
+        if uint32(row + rank) < rows.budget and score >= rows.least:
+            count_score(paths, score)
+        row = uint32(row + uint32(threads // LANES))
 
 
 @device_routine
-def is_child_kept(rows: Any, cut: Any, score: Any, product: Any, total: Any, row: Any, rank: Any) -> Any:
-    """Whether a child may be a node: within the limits, the bounds and the cut, or a seed."""
+def count_extended_spurs(rows: Any, paths: Any, bound: Any, threads: Any) -> None:
+    """Count what continues the spurs by ranks of 0, of scores not below a bound."""
+    thread = uint32(cuda.threadIdx.x)
+    # A spur of a larger rank has no room for its continuation within the budget.
+    width = min(min(rows.staged, rows.width), uint32(rows.budget >> uint32(1)))
+    row = uint32(thread // uint32(LANES))
+    rank = uint32(thread % uint32(LANES))
+    while True:
+        while row >= rows.depth:
+            row = uint32(row - rows.depth)
+            rank = uint32(rank + uint32(LANES))
+        if rank >= width:
+            break
+        score = paths.chain[row] + log_prob(rows, row, rank)
+        total = uint32(row + rank + rank + uint32(2))
+        next_row = uint32(row + uint32(1))
+        while rank > uint32(0) and next_row < rows.depth and total <= rows.budget:
+            score = score + log_prob(rows, next_row, uint32(0))
+            if not score >= bound:
+                break
+            count_score(paths, score)
+            total = uint32(total + rank + uint32(1))
+            next_row = uint32(next_row + uint32(1))
+        row = uint32(row + uint32(threads // LANES))
+
+
+@device_routine
+def is_child_kept(
+    rows: Any, bound: Any, child_score: Any, product: Any, total: Any, row: Any, rank: Any
+) -> Any:
+    """Whether a child may be a node: within the limits and the bounds, or a seed.
+
+    Of two children the one of the smaller rank is kept if the other is.
+    """
     if rank >= rows.width or uint32(total + product * (rank + uint32(1))) > rows.budget:
         return False
-    if product == uint32(1) and rank == uint32(0) and row < rows.seeds:
-        return True
-    return score_bin(score + log_prob(rows, row, rank), rows.least) <= cut
+    return child_score >= bound or (product == uint32(1) and rank == uint32(0) and row < rows.seeds)
+
+
+@device_routine
+def parent_score(paths: Any, row: Any, parent: Any, product: Any) -> Any:
+    """Score of a continuation of `row` places, which for a seed is not what is kept with it."""
+    on_chain = paths.chain[row]
+    kept_with_it = paths.score[parent]
+    return on_chain if product == uint32(1) else kept_with_it
+
+
+@device_routine
+def any_log_prob(rows: Any, row: Any, rank: Any) -> Any:
+    """Log-prob of a candidate, -inf beyond the limits."""
+    return log_prob(rows, row, rank) if rank < rows.width else -np.inf
 
 
 @device_routine
@@ -262,26 +303,26 @@ def store_child(
     paths: Any,
     row: Any,
     parent: Any,
-    score: Any,
     bounds: Any,
+    score: Any,
     rank: Any,
     place: Any,
     counts: Any,
-    extended: Any,
 ) -> None:
-    """Store a continuation, where there is room, and count it if it is none of the spurs counted."""
+    """Store a child, where there is room, and count it if it is none of the spurs counted.
+
+    `score` is the child's, `bounds` are its parent's.
+    """
     product = product_of(bounds)
-    deviates = product > uint32(1)  # before this rank
     deviations = uint32(deviations_of(bounds))
     if rank > uint32(0):
         deviations = min(uint32(deviations + uint32(1)), uint32(2))
     total = sum_of(bounds)
     product = uint32(product * (rank + uint32(1)))
-    score = score + log_prob(rows, row, rank)
     if product == uint32(1) and row < rows.seeds:
         score = float64(uint32(rows.seeds - row))
-    elif counts and deviates and (deviations == uint32(2) or not extended):
-        count_score(paths, score, rows.least)
+    elif counts and deviations == uint32(2):
+        count_score(paths, score)
     if place < paths.room:
         paths.score[place] = score
         paths.origin[place] = origin_word(parent, rank, uint32(row + uint32(1)))
@@ -289,74 +330,140 @@ def store_child(
 
 
 @device_routine
-def expand_level(
-    rows: Any,
-    paths: Any,
-    row: Any,
-    start: Any,
-    end: Any,
-    cut: Any,
-    counts: Any,
-    extended: Any,
-    counter: Any,
-    threads: Any,
+def expand_few(
+    rows: Any, paths: Any, row: Any, start: Any, end: Any, bound: Any, counts: Any, counter: Any, threads: Any
 ) -> None:
-    """Store the children of the places from `start` to `end` from there on; the block takes part.
+    """Store the children of few parents: a team of neighbouring lanes looks at as many children at once.
 
-    A few neighbouring lanes look at as many children of one parent at once, and again while all were
-    kept, for those that are kept come first. A parent's children become neighbours.
+    It looks again while all were kept, for those that are kept come first.
     """
     thread = uint32(cuda.threadIdx.x)
     lane = uint32(thread % uint32(LANES))
-    # Eight lanes a parent, or more where there are few parents.
-    shift = uint32(3)
-    while shift < uint32(5) and (uint32(end - start) << (shift + uint32(1))) <= uint32(threads):
-        shift = uint32(shift + uint32(1))
+    shift = uint32(TEAM_SHIFT)
+    if (uint32(end - start) << uint32(TEAM_SHIFT + 1)) <= uint32(threads):
+        shift = uint32(TEAM_SHIFT + 1)
+    if (uint32(end - start) << uint32(TEAM_SHIFT + 2)) <= uint32(threads):
+        shift = uint32(TEAM_SHIFT + 2)
+    if uint32(start + ((thread - lane) >> shift)) >= end:  # no lane of the warp has a parent
+        return
     size = uint32(uint32(1) << shift)
     member = uint32(thread & (size - uint32(1)))
+    parent = uint32(start + (thread >> shift))
+    goes_on = parent < end
+    parent = min(parent, uint32(end - uint32(1)))
+    first_log_prob = any_log_prob(rows, row, member)  # does not wait for what the parent is
+    bounds = paths.bounds[parent]
+    product = product_of(bounds)
+    total = sum_of(bounds)
+    score = parent_score(paths, row, parent, product)
+    first_score = score + first_log_prob
     leader = uint32(lane - member)
     team = uint32((uint32(0xFFFFFFFF) >> (uint32(LANES) - size)) << leader)
-    first = uint32(start)
-    while first < end:  # not by range, which would divide by the step
-        parent = uint32(first + (thread >> shift))
-        goes_on = parent < end
-        score = 0.0
-        bounds = uint32(1)
-        if goes_on:
-            score = paths.score[parent]
-            bounds = paths.bounds[parent]
-        product = product_of(bounds)
-        total = sum_of(bounds)
-        if product == uint32(1):
-            score = paths.chain[row]
-        children = uint32(0)
-        while True:
-            kept = goes_on and is_child_kept(rows, cut, score, product, total, row, uint32(children + member))
-            kept_of_team = uint32(cuda.popc(uint32(warp_ballot(kept) & team)))
-            goes_on = kept_of_team == size
-            children = uint32(children + kept_of_team)
-            if warp_ballot(goes_on) == uint32(0):
-                break
-        base = int32(0)
-        if member == uint32(0) and children > uint32(0):
-            base = cuda.atomic.add(paths.counters, counter, int32(children))
-        place = uint32(uint32(end) + uint32(warp_broadcast(base, int32(leader))))
-        rank = member
-        while rank < children:
-            store_child(rows, paths, row, parent, score, bounds, rank, uint32(place + rank), counts, extended)
-            rank = uint32(rank + size)
-        first = uint32(first + (uint32(threads) >> shift))
+    children = uint32(0)
+    child_score = first_score
+    while True:
+        rank = uint32(children + member)
+        kept = goes_on and is_child_kept(rows, bound, child_score, product, total, row, rank)
+        kept_of_team = uint32(cuda.popc(uint32(warp_ballot(kept) & team)))
+        goes_on = kept_of_team == size
+        children = uint32(children + kept_of_team)
+        if warp_ballot(goes_on) == uint32(0):
+            break
+        child_score = score + any_log_prob(rows, row, uint32(children + member))
+    base = int32(0)
+    if member == uint32(0) and children > uint32(0):
+        base = cuda.atomic.add(paths.counters, counter, int32(children))
+    place = uint32(uint32(end) + uint32(warp_broadcast(base, int32(leader))))
+    child_score = first_score
+    rank = member
+    while rank < children:
+        store_child(rows, paths, row, parent, bounds, child_score, rank, uint32(place + rank), counts)
+        rank = uint32(rank + size)
+        child_score = score + any_log_prob(rows, row, rank)
 
 
 @device_routine
-def find_paths(rows: Any, paths: Any, threads: Any) -> Any:
-    """Store every continuation that may be a node, and some more; return how many, with the root.
+def count_children(rows: Any, bound: Any, score: Any, product: Any, total: Any, row: Any) -> Any:
+    """Count the children that are kept, by doubling and halving; one lane's work."""
+    step = uint32(1)
+    child_score = score + any_log_prob(rows, row, uint32(0))
+    while is_child_kept(rows, bound, child_score, product, total, row, uint32(step - uint32(1))):
+        step = uint32(step + step)
+        child_score = score + any_log_prob(rows, row, uint32(step - uint32(1)))
+    step = uint32(step >> uint32(1))
+    children = step
+    step = uint32(step >> uint32(1))
+    while step > uint32(0):
+        rank = uint32(children + step - uint32(1))
+        child_score = score + any_log_prob(rows, row, rank)
+        if is_child_kept(rows, bound, child_score, product, total, row, rank):
+            children = uint32(children + step)
+        step = uint32(step >> uint32(1))
+    return children
 
-    The whole block takes part. 0 where there is no room.
+
+@device_routine
+def expand_many(
+    rows: Any, paths: Any, row: Any, start: Any, end: Any, bound: Any, counts: Any, counter: Any, threads: Any
+) -> None:
+    """Store the children of many parents: a lane counts those of one, then stores a child of any."""
+    thread = uint32(cuda.threadIdx.x)
+    lane = uint32(thread % uint32(LANES))
+    first = uint32(start + thread - lane)
+    while first < end:
+        parent = uint32(first + lane)
+        children = uint32(0)
+        if parent < end:
+            bounds = paths.bounds[parent]
+            product = product_of(bounds)
+            score = parent_score(paths, row, parent, product)
+            children = count_children(rows, bound, score, product, sum_of(bounds), row)
+        reached = warp_running_sum(int32(children))
+        before = int32(reached - int32(children))
+        count = warp_broadcast(reached, LANES - 1)
+        base = int32(0)
+        if lane == uint32(0) and count > 0:
+            base = cuda.atomic.add(paths.counters, counter, count)
+        base = warp_broadcast(base, 0)
+        done = int32(0)
+        while done < count:
+            index = int32(done + int32(lane))
+            owner = int32(0)  # in the end the last lane before whose children there are no more than index
+            step = int32(LANES // 2)
+            while step > 0:
+                if warp_broadcast(before, int32(owner + step)) <= index:
+                    owner = int32(owner + step)
+                step = int32(step >> int32(1))
+            rank = uint32(index - warp_broadcast(before, owner))
+            if index < count:
+                place = uint32(uint32(end) + uint32(base + index))
+                parent = uint32(first + uint32(owner))
+                bounds = paths.bounds[parent]
+                score = parent_score(paths, row, parent, product_of(bounds)) + log_prob(rows, row, rank)
+                store_child(rows, paths, row, parent, bounds, score, rank, place, counts)
+            done = int32(done + int32(LANES))
+        first = uint32(first + uint32(threads))
+
+
+@device_routine
+def expand_level(
+    rows: Any, paths: Any, row: Any, start: Any, end: Any, bound: Any, counts: Any, counter: Any, threads: Any
+) -> None:
+    """Store the children of the places from `start` to `end` from there on; the block takes part.
+
+    A parent's children become neighbours.
     """
-    thread = cuda.threadIdx.x
-    room = paths.room
-    for place in range(thread, BINS, threads):
+    if (uint32(end - start) << uint32(TEAM_SHIFT)) <= uint32(threads):
+        expand_few(rows, paths, row, start, end, bound, counts, counter, threads)
+    else:
+        expand_many(rows, paths, row, start, end, bound, counts, counter, threads)
+
+
+@device_routine
+def clear_search(paths: Any, threads: Any) -> None:
+    """Prepare the search, which a barrier is to follow; the whole block takes part."""
+    thread = uint32(cuda.threadIdx.x)
+    for place in range(thread, uint32(BINS), uint32(threads)):
         paths.bins[place] = 0
     if thread < FOUND_COUNTERS:
         paths.counters[thread] = 0
@@ -364,19 +471,30 @@ def find_paths(rows: Any, paths: Any, threads: Any) -> Any:
         paths.score[0] = 0.0
         paths.origin[0] = uint32(0)
         paths.bounds[0] = bounds_word(uint32(1), uint32(0), uint32(0))
-    cuda.syncthreads()
+
+
+@device_routine
+def find_paths(rows: Any, paths: Any, threads: Any) -> Any:
+    """Store every continuation that may be a node, and some more; return how many, with the root.
+
+    The whole block takes part, after `clear_search`. 0 where there is no room.
+    """
+    thread = cuda.threadIdx.x
+    room = paths.room
     count_spurs(rows, paths, threads)
-    cut = agree_on_cut(paths, rows.budget)
-    # Extended spurs spare wide levels what they would find too late; narrow levels do not need that.
-    extended = rows.budget > uint32(WIDE_BUDGET)
-    if extended:
-        count_extended_spurs(rows, paths, cut, threads)
-        cut = agree_on_cut(paths, rows.budget)
+    cuda.syncthreads()
+    bound = least_within(rows, agree_on_cut(rows, paths))
+    # Levels would find these too late.
+    count_extended_spurs(rows, paths, bound, threads)
+    cuda.syncthreads()
+    cut = agree_on_cut(rows, paths)
+    cut_every = min(uint32(rows.budget >> uint32(1)), uint32(CUT_EVERY))
     cut_before = int32(BINS)
     counted = uint32(0)
     stored = uint32(room + uint32(1))
     while stored > room and cut < cut_before:
         cut_before = cut
+        bound = least_within(rows, cut)
         start = uint32(0)
         stored = uint32(1)
         stored_at_cut = uint32(1)
@@ -386,15 +504,15 @@ def find_paths(rows: Any, paths: Any, threads: Any) -> Any:
             counter = uint32(row % uint32(FOUND_COUNTERS))
             if thread == 0:
                 paths.counters[uint32(uint32(row + uint32(1)) % uint32(FOUND_COUNTERS))] = 0
-            expand_level(rows, paths, row, start, stored, cut, row >= counted, extended, counter, threads)
+            expand_level(rows, paths, row, start, stored, bound, row >= counted, counter, threads)
             cuda.syncthreads()
             start = stored
             stored = uint32(stored + uint32(paths.counters[counter]))
             row = uint32(row + uint32(1))
             counted = max(counted, row)
-            # A cut takes as long as a level, and little is won by few.
-            if stored > room or uint32(stored - stored_at_cut) > uint32(rows.budget >> uint32(1)):
-                cut = agree_on_cut(paths, rows.budget)
+            if stored > room or uint32(stored - stored_at_cut) > cut_every:
+                cut = agree_on_cut(rows, paths)
+                bound = least_within(rows, cut)
                 stored_at_cut = stored
         if stored > room:
             cuda.syncthreads()
@@ -441,35 +559,100 @@ def precedes(paths: Any, left: Any, right: Any) -> Any:
 
 
 @device_routine
-def sort_paths(paths: Any, stored: Any, threads: Any) -> Any:
-    """Put the continuations within the cut in order, root excluded, and return how many there are.
+def bucket_scale(cut: Any) -> Any:
+    """Buckets a unit of score, such that they reach from 0 to the cut."""
+    beyond = (int64(cut) + int64(_FIRST_BIN + 1)) << int64(_BIN_SHIFT)
+    return -float64(BINS) / value_of(beyond)
 
-    The whole block takes part. A bitonic network: pairs less than 64 apart are a warp's own, and
-    need no barrier of the block.
+
+@device_routine
+def fill_buckets(paths: Any, stored: Any, bound: Any, scale: Any, threads: Any) -> None:
+    """Give each continuation its bucket, of equal widths of score, and a place in it.
+
+    The whole block takes part. `bounds` then has both, or all bits where the score is below the bound.
     """
     thread = uint32(cuda.threadIdx.x)
-    lane = uint32(thread % uint32(LANES))
-    cut = paths.counters[CUT]
-    if thread == 0:
-        paths.counters[KEPT] = 0
+    for place in range(thread, uint32(BINS), uint32(threads)):
+        paths.bins[place] = 0
     cuda.syncthreads()
-    first = uint32(1)
-    while first < stored:
-        place = uint32(first + thread)
-        keeps = place < stored
-        if keeps:
-            keeps = score_bin(paths.score[place], -np.inf) <= cut
-        lanes = warp_ballot(keeps)
-        base = int32(0)
-        if lane == uint32(0):
-            base = cuda.atomic.add(paths.counters, KEPT, int32(cuda.popc(lanes)))
-        base = warp_broadcast(base, 0)
-        if keeps:
-            earlier = uint32(lanes & uint32((uint32(1) << lane) - uint32(1)))
-            paths.order[uint32(uint32(base) + uint32(cuda.popc(earlier)))] = place
-        first = uint32(first + uint32(threads))
+    for place in range(uint32(thread + uint32(1)), stored, uint32(threads)):
+        score = paths.score[place]
+        word = uint32(_NO_BUCKET)
+        if score >= bound:
+            bucket = uint32(max(0.0, min(score * scale, float64(BINS - 1))))
+            member = cuda.atomic.add(paths.bins, bin_place(bucket), int32(1))
+            word = uint32((uint32(member) << uint32(_BUCKET_BITS)) | bucket)
+        paths.bounds[place] = word
     cuda.syncthreads()
-    kept = uint32(paths.counters[KEPT])
+
+
+@device_routine
+def sum_buckets(paths: Any) -> None:
+    """Replace a bucket's size by its start and size in one word; the first warp takes part."""
+    lane = uint32(cuda.threadIdx.x)
+    own = int32(0)
+    largest = uint32(0)
+    for part in range(_BINS_A_LANE):
+        size = paths.bins[uint32(uint32(part * LANES) + lane)]
+        own = int32(own + size)
+        largest = max(largest, uint32(size))
+    reached = warp_running_sum(own)
+    start = int32(reached - own)
+    for part in range(_BINS_A_LANE):
+        place = uint32(uint32(part * LANES) + lane)
+        size = paths.bins[place]
+        paths.bins[place] = int32(start | int32(size << int32(_START_BITS)))
+        start = int32(start + size)
+    largest = warp_max(largest)
+    if lane == uint32(LANES - 1):
+        paths.counters[KEPT] = reached
+        paths.counters[LARGEST] = int32(largest)
+
+
+@device_routine
+def gather_buckets(paths: Any, stored: Any, threads: Any) -> None:
+    """Put each bucket's members together; the whole block takes part."""
+    thread = uint32(cuda.threadIdx.x)
+    for place in range(uint32(thread + uint32(1)), stored, uint32(threads)):
+        word = uint32(paths.bounds[place])
+        if word != uint32(_NO_BUCKET):
+            bucket = uint32(paths.bins[bin_place(word & uint32(BINS - 1))])
+            start = uint32(bucket & uint32((1 << _START_BITS) - 1))
+            paths.order[uint32(start + (word >> uint32(_BUCKET_BITS)))] = place
+    cuda.syncthreads()
+
+
+@device_routine
+def order_buckets(paths: Any, stored: Any, threads: Any) -> None:
+    """Turn bounds into places in the tree by comparing each bucket's members; the whole block takes part."""
+    thread = uint32(cuda.threadIdx.x)
+    for place in range(uint32(thread + uint32(1)), stored, uint32(threads)):
+        word = uint32(paths.bounds[place])
+        node = uint32(_NO_BUCKET)
+        if word != uint32(_NO_BUCKET):
+            bucket = uint32(paths.bins[bin_place(word & uint32(BINS - 1))])
+            start = uint32(bucket & uint32((1 << _START_BITS) - 1))
+            end = uint32(start + (bucket >> uint32(_START_BITS)))
+            score = paths.score[place]
+            node = uint32(start + uint32(1))
+            while start < end:
+                other = uint32(paths.order[start])
+                other_score = paths.score[other]
+                if other_score > score or (
+                    other_score == score and other != place and path_precedes(paths, other, place)
+                ):
+                    node = uint32(node + uint32(1))
+                start = uint32(start + uint32(1))
+        paths.bounds[place] = node
+
+
+@device_routine
+def merge_paths(paths: Any, kept: Any, threads: Any) -> None:
+    """Do what `order_buckets` does, whatever the buckets' sizes: by a bitonic network.
+
+    The whole block takes part. Pairs less than 64 apart are a warp's own, and need no barrier of the block.
+    """
+    thread = uint32(cuda.threadIdx.x)
     size = uint32(2)
     while size < kept:
         size = uint32(size + size)
@@ -498,32 +681,52 @@ def sort_paths(paths: Any, stored: Any, threads: Any) -> Any:
             stride = uint32(stride >> uint32(1))
         run = uint32(run + run)
     cuda.syncthreads()
+    for index in range(thread, kept, uint32(threads)):
+        paths.bounds[paths.order[index]] = uint32(uint32(index) + uint32(1))
+
+
+@device_routine
+def sort_paths(rows: Any, paths: Any, stored: Any, threads: Any) -> Any:
+    """Turn the bounds of the continuations within the cut into their places in the tree; return how many.
+
+    The whole block takes part. The others' bounds become larger than any place.
+    """
+    cut = paths.counters[CUT]
+    bound = least_within(rows, cut)
+    fill_buckets(paths, stored, bound, bucket_scale(cut), threads)
+    if cuda.threadIdx.x < LANES:
+        sum_buckets(paths)
+    cuda.syncthreads()
+    gather_buckets(paths, stored, threads)
+    kept = uint32(paths.counters[KEPT])
+    if paths.counters[LARGEST] <= MAX_BUCKET:
+        order_buckets(paths, stored, threads)
+    else:
+        merge_paths(paths, kept, threads)
+    if cuda.threadIdx.x == 0:
+        paths.bounds[0] = uint32(0)
+    cuda.syncthreads()
     return kept
 
 
 @device_routine
-def place_nodes(paths: Any, count: Any, tree: Any, threads: Any) -> None:
+def place_nodes(paths: Any, stored: Any, count: Any, tree: Any, threads: Any) -> None:
     """Write the first `count` continuations in order as a tree's nodes; the whole block takes part."""
     thread = uint32(cuda.threadIdx.x)
-    if thread == 0:
-        paths.bounds[0] = uint32(0)
-    for index in range(thread, count, uint32(threads)):
-        paths.bounds[paths.order[index]] = uint32(uint32(index) + uint32(1))
-    cuda.syncthreads()
-    for index in range(thread, count, uint32(threads)):
-        place = uint32(paths.order[index])
-        node = uint32(uint32(index) + uint32(1))
-        origin = paths.origin[place]
-        parent = int32(paths.bounds[parent_of(origin)])
-        depth = depth_of(origin)
-        score = paths.score[place]
-        tree.score[node] = score if score <= 0.0 else paths.chain[depth]
-        tree.parent[node] = parent
-        tree.depth[node] = int32(depth)
-        tree.rank[node] = int32(rank_of(origin))
-        # Siblings are neighbours, and of nodes all earlier siblings are nodes.
-        if rank_of(origin) == uint32(0):
-            tree.first_child[parent] = int32(node)
-        else:
-            tree.next_sibling[paths.bounds[uint32(place - uint32(1))]] = int32(node)
+    for place in range(uint32(thread + uint32(1)), stored, uint32(threads)):
+        node = uint32(paths.bounds[place])
+        if node <= count:
+            origin = paths.origin[place]
+            parent = int32(paths.bounds[parent_of(origin)])
+            depth = depth_of(origin)
+            score = paths.score[place]
+            tree.score[node] = score if score <= 0.0 else paths.chain[depth]
+            tree.parent[node] = parent
+            tree.depth[node] = int32(depth)
+            tree.rank[node] = int32(rank_of(origin))
+            # Siblings are neighbours, and of nodes all earlier siblings are nodes.
+            if rank_of(origin) == uint32(0):
+                tree.first_child[parent] = int32(node)
+            else:
+                tree.next_sibling[paths.bounds[uint32(place - uint32(1))]] = int32(node)
     cuda.syncthreads()

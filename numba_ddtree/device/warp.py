@@ -74,11 +74,12 @@ else:
     @device_function
     def warp_running_sum(value: Any) -> Any:
         """Sum of the values (int32) of the lanes up to and including this one."""
-        lane = cuda.threadIdx.x % LANES
+        lane = np.uint32(np.uint32(cuda.threadIdx.x) % np.uint32(LANES))
+        total = np.int32(value)  # of 64 bits, sums would take twice the shuffles
         for distance in (1, 2, 4, 8, 16):
-            below = cuda.shfl_up_sync(FULL_WARP, value, distance)
-            value += below if lane >= distance else 0
-        return value
+            below = cuda.shfl_up_sync(FULL_WARP, total, distance)
+            total = np.int32(total + (below if lane >= np.uint32(distance) else np.int32(0)))
+        return total
 
     @device_function
     def warp_sync() -> None:

@@ -58,9 +58,9 @@ def test_levels_that_do_not_fit_are_made_anew(monkeypatch: pytest.MonkeyPatch, s
         expand_level(draft, paths, row, *args)
 
     def refusing(*args: Any) -> None:
-        pytest.fail("nodes are popped one by one, though there is room for twice the budget")
+        pytest.fail("nodes are popped one by one, though there is room for a tenth more than the budget")
 
-    monkeypatch.setattr(tree_build, "capacity_for", lambda budget: 2 * budget)
+    monkeypatch.setattr(tree_build, "capacity_for", lambda budget: budget + budget // 10)
     monkeypatch.setattr(tree_build, "pop_tree", refusing)
     monkeypatch.setattr(tree_sums, "expand_level", recording)
     log_probs = make_rows(rng, "realistic", 6, 8)
@@ -78,6 +78,29 @@ def test_spurs_are_extended_for_large_budgets(rng: np.random.Generator) -> None:
         150,
         chain_seed=True,
     )
+
+
+@pytest.mark.parametrize("max_bucket", [0, tree_sums.MAX_BUCKET])
+def test_continuations_are_sorted(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, max_bucket: int
+) -> None:
+    orders: list[str] = []
+
+    def recording(name: str) -> Any:
+        order = getattr(tree_sums, name)
+        monkeypatch.setattr(tree_sums, name, lambda *args: (orders.append(name), order(*args)))
+
+    recording("order_buckets")
+    recording("merge_paths")
+    monkeypatch.setattr(tree_sums, "MAX_BUCKET", max_bucket)
+    for kind in ("realistic", "ties", "huge"):
+        log_probs = make_rows(rng, kind, 4, 9)
+        check_build(numba_library(), log_probs, make_token_ids(rng, 1, 4, 9), 50)
+    # Equal log-probs make one bucket of each depth, of which one is as large as the budget.
+    flat = np.full((1, 2, 80), -1, np.float32)
+    check_build(numba_library(), flat, make_token_ids(rng, 1, 2, 80), 60)
+    assert "merge_paths" in orders
+    assert ("order_buckets" in orders) == (max_bucket > 0)
 
 
 def test_equal_offers_in_two_groups_of_32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_a_launch_sequence_runs_when_it_is_told(rng: np.random.Generator) -> Non
     sequence = LaunchSequence()
     tree = build_tree(log_probs, ids, 3, stream=sequence)
     result = accept_tree(tree, library.put(np.array([[1, 3, 0, 9]], np.int32)), stream=sequence)
-    assert [launch.name for launch in sequence.launches] == ["build_tree_kernel", "accept_tree_kernel"]
+    assert [launch.name for launch in sequence.launches] == ["build_tree_kernel_32", "accept_tree_kernel"]
     sequence.launch()
     assert library.get(result.tokens).tolist() == [[1, 3, 9]]
     other = library.put(np.array([[[5, 2], [3, 4]]], np.int32))

@@ -25,7 +25,7 @@ def device() -> Library:
 
 
 def test_rows_of_every_kind(rng: np.random.Generator, device: Library) -> None:
-    V = 2 * TILE + 37
+    V = 11 * TILE + 37
     rows = np.stack([make_rows(rng, kind, 1, V) for kind in ROW_KINDS])
     temperatures = rng.choice([0.1, 1.0, 7.0], len(rows)).astype(np.float32)
     check_topk(device, rows, 9, temperature=temperatures)
@@ -41,7 +41,15 @@ def test_sizes_and_dtypes(rng: np.random.Generator, device: Library, V: int, k: 
 
 @pytest.mark.parametrize("kind", ["ascending", "descending", "equal", "few_values"])
 def test_thresholds_that_rise_with_every_tile(rng: np.random.Generator, device: Library, kind: str) -> None:
-    check_topk(device, make_rows(rng, kind, 1, 6 * TILE + 5)[None], 40)
+    check_topk(device, make_rows(rng, kind, 1, 23 * TILE + 5)[None], 40)
+
+
+@pytest.mark.parametrize("value", [-1e9, 3e6, 2e38])
+def test_absent_numbers_below_a_far_bound(rng: np.random.Generator, device: Library, value: float) -> None:
+    # float32 has no number 60 temperatures below such a bound other than the bound.
+    logits = np.full((1, 1, 9 * TILE + 37), value, np.float32)
+    logits[rng.random(logits.shape) < 0.3] = -np.inf
+    check_topk(device, logits, 5, temperature=0.1)
 
 
 def test_host_arrays(rng: np.random.Generator) -> None:
