@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from numba_ddtree.bundle import Bundle, read_bundle, write_bundle
-    from numba_ddtree.choose_tokens import choose_tokens
-    from numba_ddtree.draft_topk import DraftCandidates, draft_topk, draft_topk_workspace_shape
+    from numba_ddtree.draft_candidates import DraftCandidates, draft_topk, draft_topk_workspace_shape
     from numba_ddtree.draw import draw_tree
     from numba_ddtree.errors import ArgumentError, BackendError, BundleError, DDTreeError
     from numba_ddtree.kv_caches import KVCaches
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from numba_ddtree.round import DDTreeRound
     from numba_ddtree.round_state import RoundState
     from numba_ddtree.status import FinishReason, TreeStatus
+    from numba_ddtree.token_choice import choose_tokens
     from numba_ddtree.tree import AcceptResult, DraftTree
     from numba_ddtree.tree_accept import accept_tree
     from numba_ddtree.tree_attention import verify_attention
@@ -36,7 +36,7 @@ _HOMES = {
     "BundleError": "errors",
     "DDTreeError": "errors",
     "DDTreeRound": "round",
-    "DraftCandidates": "draft_topk",
+    "DraftCandidates": "draft_candidates",
     "DraftTree": "tree",
     "FinishReason": "status",
     "KVCaches": "kv_caches",
@@ -45,10 +45,10 @@ _HOMES = {
     "TreeStatus": "status",
     "accept_tree": "tree_accept",
     "build_tree": "tree_build",
-    "choose_tokens": "choose_tokens",
+    "choose_tokens": "token_choice",
     "compact_kv": "kv_compact",
-    "draft_topk": "draft_topk",
-    "draft_topk_workspace_shape": "draft_topk",
+    "draft_topk": "draft_candidates",
+    "draft_topk_workspace_shape": "draft_candidates",
     "draw_tree": "draw",
     "read_bundle": "bundle",
     "verify_attention": "tree_attention",

@@ -33,16 +33,16 @@ from numba_ddtree.check_results import (
     compare_arrays,
     run_all,
 )
-from numba_ddtree.choose_tokens import choose_tokens
 from numba_ddtree.devices import device_context
 from numba_ddtree.errors import BackendError
 from numba_ddtree.golden import GoldenTree, load_golden_trees
-from numba_ddtree.refs import draft_topk as topk_reference
+from numba_ddtree.refs import draft_candidates as topk_reference
 from numba_ddtree.refs import kv_compact as compact_reference
 from numba_ddtree.refs import tree_links as links_reference
 from numba_ddtree.round_bundle import reference_attention, reference_walk
 from numba_ddtree.stages import Backend, Stages
 from numba_ddtree.status import TreeStatus
+from numba_ddtree.token_choice import choose_tokens
 
 __all__ = ["attention_tolerance", "planned_checks", "run_checks"]
 

@@ -48,10 +48,10 @@ SCALAR_FORMATS = {
 ARRAY_HEAD = 5  # slots before an array's shape: references, parent, items, size of an item, address
 ADDRESS_SLOT = 4
 OF_A_ROUND = (
-    "draft_topk",
+    "draft_candidates",
     "tree_build",
     "tree_attention.shared_scores",
-    "choose_tokens",
+    "token_choice",
     "tree_accept",
     "kv_compact",
     "round_state",
@@ -374,7 +374,7 @@ def warmup(*operations: str, dtypes: Sequence[DTypeLike] | None = None, device_i
     Parameters
     ----------
     *operations : str
-        Modules of this package, such as ``"draft_topk"``; by default those of a round.
+        Modules of this package, such as ``"tree_build"``; by default those of a round.
     dtypes : sequence of dtypes, optional
         Of the logits: a kernel that takes arrays of several dtypes first is compiled for these alone. All
         by default.

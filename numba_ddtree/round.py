@@ -24,10 +24,9 @@ from numba_ddtree.arrays import (
     device_view,
     gather,
 )
-from numba_ddtree.choose_tokens import choose_tokens
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.devices import device_context, stream_handle
-from numba_ddtree.draft_topk import DraftCandidates, draft_topk
+from numba_ddtree.draft_candidates import DraftCandidates, draft_topk
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.kv_caches import KVCaches
 from numba_ddtree.kv_compact import compact_kv
@@ -35,6 +34,7 @@ from numba_ddtree.launch import AnyLaunch, LaunchSequence
 from numba_ddtree.refs.round_state import is_active
 from numba_ddtree.round_plan import RoundPlan
 from numba_ddtree.round_state import RoundState, advance, pass_by, start_requests
+from numba_ddtree.token_choice import choose_tokens
 from numba_ddtree.tree import AcceptResult, Array, DraftTree
 from numba_ddtree.tree_accept import accept_tree
 from numba_ddtree.tree_build import build_tree

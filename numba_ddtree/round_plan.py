@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from numba_ddtree.arrays import FLOAT_DTYPES, HOST, Placement, check_count
-from numba_ddtree.choose_tokens import choose_tokens
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.devices import require_device
-from numba_ddtree.draft_topk import MAX_K, MAX_VOCABULARY, draft_topk, draft_topk_workspace_shape
+from numba_ddtree.draft_candidates import MAX_K, MAX_VOCABULARY, draft_topk, draft_topk_workspace_shape
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.kv_caches import KVCaches
 from numba_ddtree.kv_compact import compact_kv
 from numba_ddtree.refs.tree_build import MAX_DEPTH
 from numba_ddtree.round_state import RoundState
+from numba_ddtree.token_choice import choose_tokens
 from numba_ddtree.tree import TREE_DTYPES, Array, tree_shapes
 from numba_ddtree.tree_accept import accept_tree, result_shapes
 from numba_ddtree.tree_build import MAX_BUDGET, build_tree

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_ddtree.cases import DraftInputs, RoundInputs
-from numba_ddtree.choose_tokens import choose_tokens
-from numba_ddtree.draft_topk import draft_topk
+from numba_ddtree.draft_candidates import draft_topk
 from numba_ddtree.kv_compact import compact_kv
+from numba_ddtree.token_choice import choose_tokens
 from numba_ddtree.tree import AcceptResult, DraftTree
 from numba_ddtree.tree_accept import accept_tree
 from numba_ddtree.tree_attention import verify_attention

@@ -526,6 +526,7 @@ def _checked_max_budget(budget: Any, budgets: Any, max_budget: int | None) -> in
         return max_budget
     if not isinstance(budgets, np.ndarray):
         raise ArgumentError("max_budget", None, "a number, since budgets on the device cannot size the tree")
+    budgets = check_indices("budget", budgets, B=None)
     return min(max(int(budgets.max(initial=0)), 0), MAX_BUDGET)
 
 

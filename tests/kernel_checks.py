@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
+from ml_dtypes import bfloat16
 from numpy.typing import DTypeLike, NDArray
 
 import numba_ddtree
@@ -55,10 +57,41 @@ def numpy_library() -> Library:
 
 
 def numba_library() -> Library:
-    """Numba's own device arrays; in the simulator, its imitation of them."""
-    from numba_ddtree.cuda_target import cuda
+    """Numba's own device arrays; in the simulator, its imitation of them.
 
-    return Library("numba", lambda array: cuda.to_device(array), lambda array: array.copy_to_host())
+    Arrays of bfloat16, which Numba's own cannot be, are torch's.
+    """
+    from numba_ddtree.cuda_target import SIMULATED, cuda
+
+    def put(array: NDArray[Any]) -> Any:
+        if not SIMULATED and array.dtype == bfloat16:
+            pytest.importorskip("torch")
+            return torch_put(array)
+        return cuda.to_device(array)
+
+    def get(array: Any) -> NDArray[Any]:
+        return array.copy_to_host() if hasattr(array, "copy_to_host") else torch_get(array)
+
+    return Library("numba", put, get)
+
+
+# torch neither takes nor gives numpy's form of bfloat16; its bits it does.
+def torch_put(array: NDArray[Any]) -> Any:
+    """Copy a host array to a tensor on the device."""
+    import torch
+
+    if array.dtype == bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).cuda().view(torch.bfloat16)
+    return torch.from_numpy(array.copy()).cuda()
+
+
+def torch_get(tensor: Any) -> NDArray[Any]:
+    """Copy a tensor to the host."""
+    import torch
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.cpu().view(torch.int16).numpy().view(bfloat16)
+    return tensor.cpu().numpy()
 
 
 class Guarded:

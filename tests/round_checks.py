@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from inputs import make_target_tokens
 from numba_ddtree.kv_caches import KVCaches
-from numba_ddtree.refs import choose_tokens as choose_reference
-from numba_ddtree.refs import draft_topk as topk_reference
+from numba_ddtree.refs import draft_candidates as topk_reference
 from numba_ddtree.refs import kv_compact as compact_reference
 from numba_ddtree.refs import round_state as state_reference
+from numba_ddtree.refs import token_choice as choose_reference
 from numba_ddtree.refs import tree_accept as accept_reference
 from numba_ddtree.refs import tree_build as build_reference
 from numba_ddtree.round import DDTreeRound

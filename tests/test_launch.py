@@ -494,5 +494,5 @@ def test_the_next_process_loads_what_this_one_compiled(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     for output, origin in zip(outputs, ("compiled", "loaded from the cache"), strict=True):
-        assert re.search(rf"build_tree_kernel\(.*\): {origin} in", output)
+        assert re.search(rf"build_tree_kernel_256\(.*\): {origin} in", output)
         assert output.splitlines()[-1] == outputs[0].splitlines()[-1]

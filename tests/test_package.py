@@ -41,3 +41,9 @@ def test_public_names_load(name: str) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = numba_ddtree.nonsense
+
+
+def test_a_function_is_not_hidden_by_a_module_of_its_name() -> None:
+    """Importing a submodule binds its name in the package, over a public name that is the same."""
+    homes = set(numba_ddtree._HOMES.values())
+    assert not homes & set(numba_ddtree.__all__)

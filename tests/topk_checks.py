@@ -9,8 +9,8 @@ from kernel_checks import Guarded, Library
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
-from numba_ddtree.draft_topk import DraftCandidates, draft_topk
-from numba_ddtree.refs import draft_topk as reference
+from numba_ddtree.draft_candidates import DraftCandidates, draft_topk
+from numba_ddtree.refs import draft_candidates as reference
 
 ULPS = 2  # of float32, that log-probs may be off their value in real numbers
 DTYPES = (np.float32, np.float16, bfloat16)

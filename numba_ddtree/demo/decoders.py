@@ -21,14 +21,14 @@ from numba_ddtree import (
     compact_kv,
 )
 from numba_ddtree.arrays import check_count, check_scalar
-from numba_ddtree.choose_tokens import choose_tokens
 from numba_ddtree.demo.config import NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS
 from numba_ddtree.demo.model import DemoModel, chain_chunks
 from numba_ddtree.demo.stage_times import StageTimes
-from numba_ddtree.draft_topk import DraftCandidates, draft_topk
+from numba_ddtree.draft_candidates import DraftCandidates, draft_topk
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.refs.choose_tokens import gumbel, random_bits
+from numba_ddtree.refs.token_choice import gumbel, random_bits
 from numba_ddtree.status import FinishReason
+from numba_ddtree.token_choice import choose_tokens
 from numba_ddtree.tree import Array
 
 MAX_BUDGET = 1024

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from numba_ddtree.cuda_target import SIMULATED
-from numba_ddtree.refs.choose_tokens import PHILOX_MULTIPLIERS, PHILOX_ROUNDS, PHILOX_WEYL
+from numba_ddtree.refs.token_choice import PHILOX_MULTIPLIERS, PHILOX_ROUNDS, PHILOX_WEYL
 
 if SIMULATED:
-    from numba_ddtree.refs import choose_tokens as reference
+    from numba_ddtree.refs import token_choice as reference
 
     def philox(word0: Any, word1: Any, word2: Any, word3: Any, key0: Any, key1: Any) -> Any:
         return reference.philox((word0, word1, word2, word3), (int(key0), int(key1)))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, device_routine, float64, int32, int64
-from numba_ddtree.refs.choose_tokens import (
+from numba_ddtree.refs.token_choice import (
     ATANH_SERIES,
     EXP_SERIES,
     LN2,
@@ -75,7 +75,7 @@ else:
 
 @device_routine
 def natural_log(x: Any) -> Any:
-    """Logarithm of a positive normal float64: `numba_ddtree.refs.choose_tokens.natural_log`."""
+    """Logarithm of a positive normal float64: `numba_ddtree.refs.token_choice.natural_log`."""
     mantissa, exponent = math.frexp(x)
     if mantissa < SQRT_HALF:
         mantissa = plus(mantissa, mantissa)
@@ -97,14 +97,14 @@ def natural_log(x: Any) -> Any:
 
 @device_routine
 def gumbel(bits: Any) -> Any:
-    """Gumbel noise of a random word, float64: `numba_ddtree.refs.choose_tokens.gumbel`."""
+    """Gumbel noise of a random word, float64: `numba_ddtree.refs.token_choice.gumbel`."""
     complement = times(4294967295.5 - float64(bits), 2.0**-32)
     return -natural_log(-natural_log(complement))
 
 
 @device_routine
 def mass(value: Any, best: Any, inverse_temperature: Any) -> Any:
-    """Probability in units of 2^-40 of the best one's, int64: `numba_ddtree.refs.choose_tokens.masses`."""
+    """Probability in units of 2^-40 of the best one's, int64: `numba_ddtree.refs.token_choice.masses`."""
     x = times32(plus32(value, -best), inverse_temperature)
     if value == best:
         return int64(1 << MASS_BITS)

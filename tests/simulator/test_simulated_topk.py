@@ -11,7 +11,7 @@ from topk_checks import DTYPES, ROW_KINDS, bad_rows, check_topk, make_logits, ma
 
 from numba_ddtree import ArgumentError
 from numba_ddtree.cuda_target import SIMULATED
-from numba_ddtree.draft_topk import TILE, draft_topk, draft_topk_workspace_shape
+from numba_ddtree.draft_candidates import TILE, draft_topk, draft_topk_workspace_shape
 
 pytestmark = [
     pytest.mark.skipif(not SIMULATED, reason="the simulator is off"),

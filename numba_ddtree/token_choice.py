@@ -64,8 +64,8 @@ from numba_ddtree.device.warp import LANES, warp_max
 from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, block_threads
-from numba_ddtree.refs import choose_tokens as reference
-from numba_ddtree.refs.choose_tokens import LN2, MIN_TEMPERATURE, NO_TOKEN
+from numba_ddtree.refs import token_choice as reference
+from numba_ddtree.refs.token_choice import LN2, MIN_TEMPERATURE, NO_TOKEN
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import Array
 
@@ -404,7 +404,7 @@ def cut_of_row(  # type: ignore[no-untyped-def]
 
 @device_routine
 def random_word(token, position, id_low, id_high, seed_low, seed_high):  # type: ignore[no-untyped-def]
-    """Random word of one token: `numba_ddtree.refs.choose_tokens.random_bits`."""
+    """Random word of one token: `numba_ddtree.refs.token_choice.random_bits`."""
     words = philox(uint32(token >> uint32(2)), position, id_low, id_high, seed_low, seed_high)
     word = uint32(token & uint32(3))
     pair = (words[2], words[3]) if word >> uint32(1) else (words[0], words[1])
@@ -775,7 +775,7 @@ def choose_tokens(
     counted by request id, position and token, so that the token of a request at a position is the same
     whatever the node, the path to it, the tree, the batch and its order: decoding with a tree draws what
     decoding token by token draws. Deterministic, to the bit that of the reference in
-    `numba_ddtree.refs.choose_tokens`, scores in float64.
+    `numba_ddtree.refs.token_choice`, scores in float64.
 
     What may be drawn is first what the mask allows, of that the `top_k` largest logits, of those the
     fewest, best first, whose probabilities at the temperature reach `top_p`. Of equal logits the smaller

@@ -58,7 +58,7 @@ from numba_ddtree.device.warp import LANES, warp_running_sum, warp_sync
 from numba_ddtree.devices import device_context, multiprocessors, use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, block_threads
-from numba_ddtree.refs import draft_topk as reference
+from numba_ddtree.refs import draft_candidates as reference
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import Array
 

@@ -28,8 +28,8 @@ from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from numba_ddtree import ArgumentError
-from numba_ddtree.choose_tokens import choose_tokens
-from numba_ddtree.refs import choose_tokens as reference
+from numba_ddtree.refs import token_choice as reference
+from numba_ddtree.token_choice import choose_tokens
 
 
 def choose(logits: Any, **options: Any) -> Any:

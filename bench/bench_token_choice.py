@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 
-from numba_ddtree.choose_tokens import choose_tokens
+from numba_ddtree.token_choice import choose_tokens
 
 BATCH, NODES, VOCABULARY = 32, 65, 163_840
 REFERENCE_BATCH = 1

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from numba_ddtree.draft_topk import draft_topk, draft_topk_workspace_shape
-from numba_ddtree.refs import draft_topk as reference
+from numba_ddtree.draft_candidates import draft_topk, draft_topk_workspace_shape
+from numba_ddtree.refs import draft_candidates as reference
 
 BATCH, DEPTH, VOCABULARY = 32, 15, 163_840
 DTYPES = ("float32", "bfloat16")

@@ -29,8 +29,8 @@ from topk_checks import (
 import numba_ddtree
 from inputs import build
 from numba_ddtree import ArgumentError, TreeStatus
-from numba_ddtree.draft_topk import DraftCandidates, draft_topk, draft_topk_workspace_shape
-from numba_ddtree.refs import draft_topk as reference
+from numba_ddtree.draft_candidates import DraftCandidates, draft_topk, draft_topk_workspace_shape
+from numba_ddtree.refs import draft_candidates as reference
 
 ONE = np.ones(1, np.float32)
 
