@@ -15,7 +15,9 @@ from numba_ddtree.check_results import CheckResult
 __all__ = ["Reporter"]
 
 
-class _Console(Console):
+class PipeConsole(Console):
+    """A console whose closed pipe is an exception."""
+
     def on_broken_pipe(self) -> NoReturn:
         """Leave a closed pipe to the caller; by default this would end the process."""
         raise BrokenPipeError
@@ -37,8 +39,8 @@ class Reporter:
 
     def __init__(self, *, results_to_stderr: bool) -> None:
         self.results: list[CheckResult] = []
-        self._console = _Console(stderr=results_to_stderr, highlight=False)
-        console = self._console if results_to_stderr else _Console(stderr=True)
+        self._console = PipeConsole(stderr=results_to_stderr, highlight=False)
+        console = self._console if results_to_stderr else PipeConsole(stderr=True)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         # A bar that is redrawn is of no use in a log.
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -30,7 +30,7 @@ __all__ = ["main"]
 PROGRAM = "numba-ddtree"
 BACKENDS = ("auto", "cuda", "simulator", "numpy")
 SIMULATED_ROUND_SECONDS = 60
-MAX_BUDGET = 1024
+MAX_BUDGET = 1024  # that of `build_tree`, which this file is not to import
 
 EXIT_FAILED, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 130, 141
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,6 +35,7 @@ from numba_ddtree.demo.stage_times import STAGES
 from numba_ddtree.demo.text import Prompt, given_prompts, readable, shipped_prompts, token_bytes
 from numba_ddtree.demo.trace import Trace
 from numba_ddtree.errors import ArgumentError
+from numba_ddtree.reporting import PipeConsole
 from numba_ddtree.tree import AcceptResult, DraftTree
 
 DRAWN_BUDGET = 64
@@ -204,17 +205,11 @@ def _plot(outcome: Outcome, drawn: _DrawnRound, path: str) -> None:
     plot_decode(acceptance, chain.mean_accept_length, drawn.tree, drawn.accepted, token_bytes, path)
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> NoReturn:
-        """Leave a closed pipe to the caller; by default this would end the process."""
-        raise BrokenPipeError
-
-
 class _Screen:
     """Progress, texts and the table; with JSON on stdout, all of it on stderr."""
 
     def __init__(self, to_stderr: bool) -> None:
-        self._console = _Console(stderr=to_stderr, highlight=False)
+        self._console = PipeConsole(stderr=to_stderr, highlight=False)
         self._console.width = max(self._console.width, MIN_WIDTH)
         bar = Console(stderr=True)
         columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

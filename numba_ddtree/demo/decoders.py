@@ -30,8 +30,8 @@ from numba_ddtree.refs.token_choice import gumbel, random_bits
 from numba_ddtree.status import FinishReason
 from numba_ddtree.token_choice import choose_tokens
 from numba_ddtree.tree import Array
+from numba_ddtree.tree_build import MAX_BUDGET
 
-MAX_BUDGET = 1024
 PROMPT_CHUNK = 64
 
 
