@@ -22,11 +22,17 @@ ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0, "a"), "sm_100": (10, 0), "sm_
 MAIN_ARCHITECTURE = "sm_90a"  # the one for which every signature is compiled
 
 
+FIGURES = ("numba_ddtree.plot", "numba_ddtree.tree_figure")
+"""Modules that need an optional library and have no kernels."""
+
+
 def find_kernels() -> dict[str, Kernel]:
     """Import every module of the package and collect its kernels."""
     kernels = {}
     for module in pkgutil.walk_packages(numba_ddtree.__path__, "numba_ddtree."):
         if module.name.endswith("__main__"):
+            continue
+        if module.name in FIGURES:
             continue
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, Kernel):
