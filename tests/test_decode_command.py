@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from numba_ddtree.status import FinishReason
 
 HAS_DEVICE = bool(find_devices()[0])
 PROMPT = "def main():\n    "
+with_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="there is no matplotlib")
 
 
 def decode(*arguments: str) -> int:
@@ -145,11 +147,19 @@ def test_a_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
         (["--temperature", "warm"], "invalid float value: 'warm'"),
         (["--prompts", "0"], "--prompts: got 0; expected a number from 1 to 64"),
         (["--prompts", "65"], "--prompts: got 65"),
-        (["--plot", "figure.pdf"], "figure.pdf"),
+        pytest.param(["--plot", "figure.pdf"], "figure.pdf", marks=with_matplotlib),
         (["--trace", "no/such/folder.kdtr"], "No such file or directory: 'no/such/folder.kdtr'"),
-        (["--plot", "no/such/folder.svg"], "No such file or directory: 'no/such/folder.svg'"),
+        pytest.param(
+            ["--plot", "no/such/folder.svg"],
+            "No such file or directory: 'no/such/folder.svg'",
+            marks=with_matplotlib,
+        ),
         (["--trace", "."], ".: not a regular file"),
-        (["--trace", "./both.svg", "--plot", "both.svg"], "--trace: got ./both.svg; expected another file"),
+        pytest.param(
+            ["--trace", "./both.svg", "--plot", "both.svg"],
+            "--trace: got ./both.svg; expected another file",
+            marks=with_matplotlib,
+        ),
         (["--prompt", "a", "--prompt", ""], "--prompt 2: got an empty prompt"),
         (["--prompt-file", "/dev/zero"], "/dev/zero: got more than 1048576 bytes"),
         (["--prompt-file", "/dev/null"], "/dev/null: got an empty prompt"),
@@ -254,6 +264,7 @@ def test_a_different_text_is_reported(capsys: pytest.CaptureFixture[str]) -> Non
     assert difference["margin"] > 0
 
 
+@with_matplotlib
 @pytest.mark.parametrize("rounds", [0, 3, 20])
 def test_an_interruption_prints_what_was_reached(
     rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
