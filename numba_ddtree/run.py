@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
 from numba_ddtree.errors import BackendError, DDTreeError
@@ -403,5 +403,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def run_program() -> NoReturn:
+    """Run the command line and end the process with its exit code."""
+    code = main()
+    if code == EXIT_INTERRUPTED:
+        # Python would end itself by the signal instead if an interruption met it within `exec`, as imports
+        # do, although it was handled.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program()
