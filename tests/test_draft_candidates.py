@@ -270,10 +270,6 @@ def test_kernel_takes_arrays_of_every_library(
 ) -> None:
     library: Library = make_library()
     logits = make_logits(rng, 2, 3, 9001, dtype)
-    try:
-        library.put(logits)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        pytest.skip(f"{library.name} has no {np.dtype(dtype).name}: {error}")
     check_topk(library, logits, 64, temperature=np.array([0.5, 1], np.float32))
     result = draft_topk(library.put(logits), 3)
     assert all(isinstance(array, type(library.put(logits))) for array in result)
