@@ -403,9 +403,10 @@ def count_of_all(s_state):  # type: ignore[no-untyped-def]
 @device_routine
 def temperature_of(temperatures, default_temperature, request):  # type: ignore[no-untyped-def]
     """Temperature of a request, float64, and whether it is in range; 1 where it is not."""
-    temperature = float64(temperatures[request] if is_given(temperatures) else default_temperature)
-    is_right = temperature >= LOWEST_TEMPERATURE and temperature <= HIGHEST_TEMPERATURE
-    return temperature if is_right else float64(1), is_right
+    temperature = float32(temperatures[request] if is_given(temperatures) else default_temperature)
+    # In float32, where each limit is the nearest number to what it is called.
+    is_right = temperature >= float32(LOWEST_TEMPERATURE) and temperature <= float32(HIGHEST_TEMPERATURE)
+    return float64(temperature if is_right else float32(1)), is_right
 
 
 def scan_logits_kernel(  # type: ignore[no-untyped-def]
@@ -563,6 +564,7 @@ def sort_keys(s_keys, size):  # type: ignore[no-untyped-def]
                 warp_sync()
             stride = uint32(stride >> one)
         width = uint32(width << one)
+    cuda.syncthreads()  # few keys are one warp's alone, and all are to read them
 
 
 @device_routine

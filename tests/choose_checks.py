@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -182,16 +183,18 @@ def check_cuts(library: Library, logits: NDArray[np.float32], **settings: NDArra
     values = library.put(np.zeros(rows, np.float32))
     tokens = library.put(np.zeros(rows, np.uint32))
     kernel, threads = make_cut_kernel()
-    kernel[rows, threads](
-        library.put(logits[None]),
-        library.put(np.zeros(0, np.int32)),
-        library.put(settings["top_k"]),
-        library.put(settings["top_p"]),
-        library.put(logits.max(axis=-1)),
-        library.put(settings["temperature"]),
-        values,
-        tokens,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Ll]ow occupancy")  # of so few rows
+        kernel[rows, threads](
+            library.put(logits[None]),
+            library.put(np.zeros(0, np.int32)),
+            library.put(settings["top_k"]),
+            library.put(settings["top_p"]),
+            library.put(logits.max(axis=-1)),
+            library.put(settings["temperature"]),
+            values,
+            tokens,
+        )
     for row in range(rows):
         value, token = library.get(values)[row], library.get(tokens)[row]
         is_out = (logits[row] < value) | ((logits[row] == value) & (np.arange(logits.shape[1]) > token))

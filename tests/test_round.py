@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -325,6 +326,7 @@ def refusing_allocations() -> Iterator[None]:
 def torch_graph(call: Callable[[Any], None]) -> Replay:
     import torch
 
+    gc.collect()  # of earlier tests' arrays, whose memory would be seen to go
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), refusing_allocations():
@@ -478,6 +480,7 @@ def test_rounds_neither_allocate_nor_wait(rng: np.random.Generator) -> None:
     checker = RoundChecker(library, case)
     checker.start(rng, 9)
     logits, target = (library.put(array) for array in checker.inputs(rng))
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     try:
@@ -496,6 +499,7 @@ def test_the_workspace_on_a_device_is_what_is_allocated() -> None:
     torch = pytest.importorskip("torch")
     torch_library()
     DDTreeRound.plan(4, 5, 100, 20, library="torch")
+    gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     planned = DDTreeRound.plan(32, 15, 4000, 64, library="torch")
