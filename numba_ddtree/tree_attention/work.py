@@ -1,0 +1,151 @@
+"""What a tensor-core kernel of tree attention is given: checked arrays as addresses, strides and lengths.
+
+A request's query rows are numbered node by node, then head by head; `TILE_ROWS` of them in a row are a tile.
+Keys are cut into blocks of `KEY_BLOCK` by their position in the sequence, and blocks into splits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TILE_ROWS = 64
+KEY_BLOCK = 64
+LATENT = 512
+ROPE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """Rows of numbers at regular distances in a device's memory.
+
+    Attributes
+    ----------
+    address : int
+        Of the first row.
+    stride : int
+        Bytes from one row to the next.
+    """
+
+    address: int
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRows:
+    """Where key p of request b lies: in row ``p % page_size`` of the page ``p // page_size`` of b.
+
+    Attributes
+    ----------
+    ckv, kpe : RowSpan
+        The first page's rows of the latent and of the rotary part.
+    ckv_page_stride, kpe_page_stride : int
+        Bytes from one page to the next.
+    page_size : int
+        Rows of a page; S for a contiguous cache, where page b is request b's only one.
+    num_pages : int
+        Pages of the cache; B for a contiguous one.
+    page_table : DeviceView
+        int32, flat: page numbers. Empty for a contiguous cache.
+    page_starts : DeviceView
+        int32 [B + 1]: request b's pages are ``page_table[page_starts[b] : page_starts[b + 1]]``; or empty.
+    table_stride : int
+        Where `page_starts` is empty: entries of `page_table` a request. 0 for a contiguous cache.
+    """
+
+    ckv: RowSpan
+    kpe: RowSpan
+    ckv_page_stride: int
+    kpe_page_stride: int
+    page_size: int
+    num_pages: int
+    page_table: Any
+    page_starts: Any
+    table_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call of tree attention, of which everything known on the host has been checked.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        float16 or bfloat16, of queries and cache.
+    batch, slots, heads : int
+        B, N and H.
+    q_nope, q_pe : RowSpan
+        Query rows, [B * N * H, 512] and [B * N * H, 64]: row ``(b * N + n) * H + h``.
+    keys : KeyRows
+    ancestor_bits : DeviceView
+        uint32 [B, N, words].
+    num_nodes : DeviceView
+        int32 [B].
+    prefix_lengths : DeviceView
+        int32 [B], or empty: 0.
+    max_path : int
+        Most slots of any node's path, itself included.
+    sm_scale : float
+    sees_prefix : bool
+        False: nodes see the tree's own rows alone.
+    out : DeviceView
+        [B, N, H, 512], of `dtype` or float32.
+    lse : DeviceView
+        float32 [B, N, H], natural log.
+    """
+
+    dtype: np.dtype[Any]
+    batch: int
+    slots: int
+    heads: int
+    q_nope: RowSpan
+    q_pe: RowSpan
+    keys: KeyRows
+    ancestor_bits: Any
+    num_nodes: Any
+    prefix_lengths: Any
+    max_path: int
+    sm_scale: float
+    sees_prefix: bool
+    out: Any
+    lse: Any
+
+    @property
+    def tiles_per_request(self) -> int:
+        """Tiles that a request's rows make, the last of which may be partly empty."""
+        return -(-self.slots * self.heads // TILE_ROWS)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of all requests: tile t of request b has the flat index ``b * tiles_per_request + t``."""
+        return self.batch * self.tiles_per_request
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """How key ranges are split, and where the results of the splits go before they are merged.
+
+    Attributes
+    ----------
+    split_blocks : int
+        Blocks of a split: split s has blocks ``s * split_blocks`` to ``(s + 1) * split_blocks - 1``. 0:
+        chosen on the device, from the lengths of the run.
+    max_splits : int
+        Most splits that a row can have.
+    tiles_per_wave : int
+        Flat tiles whose partial results fit the workspace at once.
+    partials : DeviceView
+        float32 [max_splits, tiles_per_wave * TILE_ROWS, 512], unnormalised outputs; of one element
+        where `max_splits` is 1.
+    partial_sums : DeviceView
+        float32 [max_splits, tiles_per_wave * TILE_ROWS, 2]: row maximum, in base 2, and sum; of one element
+        where `max_splits` is 1.
+    """
+
+    split_blocks: int
+    max_splits: int
+    tiles_per_wave: int
+    partials: Any
+    partial_sums: Any
