@@ -20,11 +20,12 @@ from numba_ddtree.bundle import read_bundle
 from numba_ddtree.demo.array_module import array_module
 from numba_ddtree.demo.command import mean_repetition
 from numba_ddtree.demo.decoders import PLAIN, Decoded, Decoding, Round
-from numba_ddtree.demo.stage_times import StageTimes
+from numba_ddtree.demo.stage_times import STAGES, StageTimes
 from numba_ddtree.demo.text import readable, shipped_prompts, token_bytes
 from numba_ddtree.environment import find_devices
 from numba_ddtree.round_bundle import read_round, reference_results
 from numba_ddtree.status import FinishReason
+from numba_ddtree.tree import AcceptResult
 
 HAS_DEVICE = bool(find_devices()[0])
 PROMPT = "def main():\n    "
@@ -52,8 +53,9 @@ def test_texts_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {line.split("  ")[0]: line.split() for line in output.splitlines()}
     assert {"plain", "chain", "tree 4", "tree 16"} <= set(rows)
     assert "target passes" in output
-    for stage in ("draft", "build", "verify", "accept", "compact"):
+    for stage in ("draft", "build", "verify", "accept"):
         assert stage in output
+        assert f"{stage}: {STAGES[stage]}" in output
     assert output.count(" yes") == 4
 
 
@@ -66,7 +68,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         seconds = dict(decoder["seconds"])
         del seconds["prompt"]
         assert decoder["tokens_per_second"] == pytest.approx(40 / sum(seconds.values()))
-    assert set(seconds) == {"draft", "build", "verify", "accept", "compact"}
+    assert set(seconds) == {"draft", "build", "verify", "accept"}
     for prompt, shipped in zip(decoded["prompts"], shipped_prompts(2), strict=True):
         assert prompt["prompt"] == shipped.text.decode()
         texts = [entry["tokens"] for entry in prompt["decoders"]]
@@ -236,8 +238,8 @@ def faulty_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees write another third token than the target says."""
     advance = Decoding._advance
 
-    def faulty_advance(self: Decoding, result: object, host: object) -> None:
-        advance(self, result, host)
+    def faulty_advance(self: Decoding, host: AcceptResult) -> None:
+        advance(self, host)
         tokens = self.decoded.tokens[0]
         if self.decoder.width > 1 and len(tokens) > 2:
             tokens[2] = 0

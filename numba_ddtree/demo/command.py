@@ -242,6 +242,8 @@ class _Screen:
         self._show_texts(outcome)
         for table in (_results_table(outcome), _times_table(outcome)):
             self._console.print(table)
+        held = "; ".join(f"{stage}: {what}" for stage, what in STAGES.items())
+        self._console.print(f"({held})", soft_wrap=True)
         for place, result in enumerate(outcome.results):
             if not result.is_finished:
                 continue

@@ -7,28 +7,20 @@ in one pass, and so in how many passes it takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_ddtree import (
-    AcceptResult,
-    DraftTree,
-    KVCaches,
-    accept_tree,
-    build_tree,
-    compact_kv,
-)
+from numba_ddtree import AcceptResult, DDTreeRound, DraftTree, KVCaches
 from numba_ddtree.arrays import check_count, check_scalar
 from numba_ddtree.demo.config import NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS
-from numba_ddtree.demo.model import DemoModel, chain_chunks
+from numba_ddtree.demo.model import DemoModel, DraftCache, LatentCache, chain_chunks
 from numba_ddtree.demo.stage_times import StageTimes
-from numba_ddtree.draft_candidates import DraftCandidates, draft_topk
+from numba_ddtree.draft_candidates import DraftCandidates
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.refs.token_choice import gumbel, random_bits
 from numba_ddtree.status import FinishReason
-from numba_ddtree.token_choice import choose_tokens
 from numba_ddtree.tree import Array
 from numba_ddtree.tree_build import MAX_BUDGET
 
@@ -93,6 +85,9 @@ class DecodeSettings:
 class Round:
     """One round of a batch, on the arrays of the model's module.
 
+    All but the root tokens, lengths and `emitted` are the memory of a `DDTreeRound`, which the next round
+    writes again: what is to last has to be copied. Candidates of finished requests have no meaning.
+
     Attributes
     ----------
     decoder : Decoder
@@ -144,6 +139,18 @@ class Decoded:
     finish_reasons: list[FinishReason]
     times: StageTimes
 
+    @classmethod
+    def empty(cls, decoder: Decoder, batch: int, times: StageTimes) -> Decoded:
+        """Return what is there before the first round."""
+        return cls(
+            decoder,
+            [[] for _ in range(batch)],
+            [[] for _ in range(batch)],
+            [[] for _ in range(batch)],
+            [FinishReason.UNFINISHED] * batch,
+            times,
+        )
+
     @property
     def is_finished(self) -> bool:
         """Whether every text has ended."""
@@ -185,7 +192,7 @@ def decode(
         Tokens, with the start token.
     settings : DecodeSettings
     on_round : callable, optional
-        Called after each round. What it raises ends decoding.
+        Called after each round, before the next writes over its arrays. What it raises ends decoding.
 
     Returns
     -------
@@ -239,29 +246,27 @@ class Decoding:
     """A batch that is being decoded, round by round; `begin` makes one, and `decode` runs it to its end.
 
     A request's prefix is what the target's cache holds; its root, the last token known, comes after it.
+    Roots, prefix lengths and what may still be written are the state of the planned round, on the device.
 
     Attributes
     ----------
     decoded : Decoded
         What is written so far.
+    planned : DDTreeRound
+        What a round is, but for the models.
+    lengths : int32 [B]
+        The prefix lengths, on the host.
     """
 
     model: DemoModel
     decoder: Decoder
     settings: DecodeSettings
     decoded: Decoded
-    cache: Array
-    caches: KVCaches
-    draft_cache: Array
-    root_tokens: Array  # int32 [B]
-    prefix_lengths: Array  # int32 [B]
-    longest_prefix: int
+    cache: LatentCache
+    draft_cache: DraftCache | None
+    planned: DDTreeRound
+    lengths: NDArray[np.int32]  # [B]
     is_active: NDArray[np.bool_]  # [B]
-    stop_token_ids: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        stops = np.array(self.settings.stop_tokens, np.int32)
-        self.stop_token_ids = self.model.module.xp.asarray(stops)
 
     @classmethod
     def begin(
@@ -269,35 +274,29 @@ class Decoding:
     ) -> Decoding:
         """Check the arguments, which are those of `decode`, and read the prompts, bar their last tokens."""
         check_prompts(model, prompts, settings)
-        module, batch = model.module, len(prompts)
+        batch = len(prompts)
         lengths = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
-        longest = int(lengths.max())
-        rows = longest + settings.max_new_tokens + max(decoder.budget + 1, PROMPT_CHUNK)
+        rows = int(lengths.max()) + settings.max_new_tokens + max(decoder.budget + 1, PROMPT_CHUNK)
         cache = model.new_cache(batch, rows)
-        times = StageTimes(module)
-        empty: list[list[int]] = [[] for _ in prompts]
+        planned = _plan_round(model, decoder, settings, batch, KVCaches.plan(list(cache)))
+        planned.start(
+            np.array([prompt[-1] for prompt in prompts], np.int32),
+            lengths,
+            remaining=np.full(batch, settings.max_new_tokens, np.int32),
+        )
         state = cls(
             model,
             decoder,
             settings,
-            Decoded(
-                decoder,
-                empty,
-                [[] for _ in prompts],
-                [[] for _ in prompts],
-                [FinishReason.UNFINISHED] * batch,
-                times,
-            ),
+            Decoded.empty(decoder, batch, StageTimes(model.module)),
             cache,
-            KVCaches.plan(list(cache)),
             model.new_draft_cache(batch, rows) if decoder.budget else None,
-            module.xp.asarray(np.array([prompt[-1] for prompt in prompts], np.int32)),
-            module.xp.asarray(lengths),
-            longest,
+            planned,
+            lengths,
             np.ones(batch, bool),
         )
-        with times.stage("prompt"):
-            state._read_prompts(prompts, lengths)
+        with state.decoded.times.stage("prompt"):
+            state._read_prompts(prompts)
         return state
 
     @property
@@ -305,115 +304,74 @@ class Decoding:
         """Whether every text has ended."""
         return not self.is_active.any()
 
+    @property
+    def longest_prefix(self) -> int:
+        """A bound on the prefix lengths, known without asking the device."""
+        return int(self.lengths.max())
+
     def run_round(self) -> Round:
-        """Draft, build, verify, accept and compact; emit tokens."""
-        times, xp = self.decoded.times, self.model.module.xp
-        candidates, budgets = None, None
-        if self.decoder.budget:
-            with times.stage("draft"):
-                candidates = self._draft()
+        """Draft, build, verify and accept; emit tokens."""
+        times, planned = self.decoded.times, self.planned
+        before = {name: array.copy() for name, array in planned.state.arrays().items()}
+        with times.stage("draft"):
+            draft_logits = self._draft_logits()
         with times.stage("build"):
-            if candidates is None:
-                tree = self._root_alone()
-            else:
-                budgets = xp.asarray(np.where(self.is_active, self.decoder.budget, 0).astype(np.int32))
-                tree = self._build(candidates, budgets)
+            tree = planned.draft(draft_logits)
         with times.stage("verify"):
-            logits, features = self.model.forward(tree, self.prefix_lengths, self.cache, self.longest_prefix)
+            logits, features = self.model.forward(
+                tree, before["prefix_lengths"], self.cache, self.longest_prefix
+            )
         with times.stage("accept"):
-            remaining = self._remaining()
-            target_tokens, result = self._accept(tree, logits, remaining)
+            result = planned.accept(logits)
             host = result.to_host()
-        this_round = Round(
+        if self.draft_cache is None:
+            self._note_margins(logits, tree, host)
+        else:
+            with times.stage("draft"):
+                self._read_accepted(features, before["prefix_lengths"], self.draft_cache)
+        self._advance(host)
+        return self._describe(before, host)
+
+    def _describe(self, before: dict[str, Array], host: AcceptResult) -> Round:
+        """Return the round that was run, from the state that it began with."""
+        planned, has_draft = self.planned, self.decoder.budget > 0
+        return Round(
             self.decoder,
-            candidates,
-            budgets,
-            self.root_tokens,
-            self.prefix_lengths,
-            remaining,
-            tree,
-            target_tokens,
-            result,
+            planned.candidates if has_draft else None,
+            self.model.module.xp.full_like(before["remaining"], self.decoder.budget) if has_draft else None,
+            before["root_tokens"],
+            before["prefix_lengths"],
+            before["remaining"],
+            planned.tree,
+            planned.target_tokens,
+            planned.result,
             host.accept_length,
         )
-        with times.stage("compact"):
-            path = self.prefix_lengths, result.accepted_indices, result.accept_length
-            compact_kv(self.caches, *path, backend=self.model.module.backend)
-        if self.decoder.budget:
-            with times.stage("draft"):
-                rows = xp.arange(len(features))[:, None], xp.maximum(result.accepted_indices, 0)
-                self.model.read_features(features[rows], self.prefix_lengths, self.draft_cache)
-        else:
-            self._note_margins(logits, tree, host)
-        self._advance(result, host)
-        return this_round
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]], lengths: NDArray[np.int32]) -> None:
+    def _read_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
         tokens = np.zeros((len(prompts), max(self.longest_prefix, 1)), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt) - 1] = prompt[:-1]
-        for tree, first in chain_chunks(tokens, lengths, PROMPT_CHUNK, self.model.module):
+        for tree, first in chain_chunks(tokens, self.lengths, PROMPT_CHUNK, self.model.module):
             at = self.model.module.xp.asarray(first)
             _, features = self.model.forward(tree, at, self.cache, self.longest_prefix)
-            if self.decoder.budget:
+            if self.draft_cache is not None:
                 self.model.read_features(features, at, self.draft_cache)
 
-    def _draft(self) -> DraftCandidates:
-        logits = self.model.draft(
-            self.root_tokens, self.prefix_lengths, self.draft_cache, self.longest_prefix
+    def _draft_logits(self) -> Array:
+        """Return the drafter's logits; of plain decoding, whose trees are their roots, zeros."""
+        if self.draft_cache is None:
+            return self.model.module.xp.zeros((len(self.lengths), 1, NUM_OUTPUT_TOKENS), np.float32)
+        state = self.planned.state
+        return self.model.draft(
+            state.root_tokens, state.prefix_lengths, self.draft_cache, self.longest_prefix
         )
-        temperature = self.settings.temperature or 1.0
-        width, backend = self.decoder.width, self.model.module.backend
-        return draft_topk(logits, width, temperature=temperature, backend=backend)
 
-    def _build(self, candidates: DraftCandidates, budgets: Array) -> DraftTree:
-        tree = build_tree(
-            candidates.log_probs,
-            candidates.token_ids,
-            budgets,
-            max_budget=self.decoder.budget,
-            root_tokens=self.root_tokens,
-            prefix_lengths=self.prefix_lengths,
-            backend=self.model.module.backend,
-        )
-        return self._active_part(tree)
-
-    def _root_alone(self) -> DraftTree:
+    def _read_accepted(self, features: Array, prefix_lengths: Array, draft_cache: DraftCache) -> None:
+        """Let the drafter see the nodes on the accepted path, which come after the prefix."""
         xp = self.model.module.xp
-        root = self.root_tokens[:, None]
-        tree = DraftTree.from_parents(
-            xp.full_like(root, -1),
-            root,
-            prefix_lengths=self.prefix_lengths,
-            max_depth=0,
-            backend=self.model.module.backend,
-        )
-        return self._active_part(tree)
-
-    def _active_part(self, tree: DraftTree) -> DraftTree:
-        """Leave finished requests no node, so that the target passes them by."""
-        if self.is_active.all():
-            return tree
-        return replace(tree, num_nodes=tree.num_nodes * self.model.module.xp.asarray(self.is_active))
-
-    def _remaining(self) -> Array:
-        written = np.array([len(tokens) for tokens in self.decoded.tokens], np.int32)
-        return self.model.module.xp.asarray(np.int32(self.settings.max_new_tokens) - written)
-
-    def _accept(self, tree: DraftTree, logits: Array, remaining: Array) -> tuple[Array, AcceptResult]:
-        backend = self.model.module.backend
-        target_tokens = choose_tokens(
-            logits,
-            temperature=self.settings.temperature,
-            positions=tree.positions,
-            seed=self.settings.seed,
-            num_nodes=tree.num_nodes,
-            backend=backend,
-        )
-        result = accept_tree(
-            tree, target_tokens, stop_token_ids=self.stop_token_ids, remaining=remaining, backend=backend
-        )
-        return target_tokens, result
+        path = xp.maximum(self.planned.result.accepted_indices, 0)  # [B, L + 1]
+        self.model.read_features(features[xp.arange(len(path))[:, None], path], prefix_lengths, draft_cache)
 
     def _note_margins(self, logits: Array, tree: DraftTree, host: AcceptResult) -> None:
         to_host, settings = self.model.module.to_host, self.settings
@@ -426,14 +384,32 @@ class Decoding:
             second, best = np.sort(scores[request])[-2:].tolist()
             self.decoded.margins[request].append(best - second)
 
-    def _advance(self, result: AcceptResult, host: AcceptResult) -> None:
-        xp = self.model.module.xp
+    def _advance(self, host: AcceptResult) -> None:
         for request, length in enumerate(host.accept_length.tolist()):
             if length:
                 self.decoded.tokens[request].extend(host.tokens[request, :length].tolist())
                 self.decoded.accept_lengths[request].append(length)
                 self.decoded.finish_reasons[request] = FinishReason(int(host.finish_reason[request]))
-        self.prefix_lengths = self.prefix_lengths + result.accept_length
-        self.root_tokens = xp.maximum(result.bonus_token, 0)
-        self.longest_prefix = int(self.model.module.to_host(self.prefix_lengths).max())
+        self.lengths = self.lengths + host.accept_length
         self.is_active = self.is_active & (host.finish_reason == FinishReason.UNFINISHED)
+
+
+def _plan_round(
+    model: DemoModel, decoder: Decoder, settings: DecodeSettings, batch: int, caches: KVCaches
+) -> DDTreeRound:
+    """Plan rounds on the module's arrays, which are those of the caches."""
+    stops = np.array(settings.stop_tokens, np.int32)
+    return DDTreeRound.plan(
+        batch,
+        model.config.draft_length if decoder.budget else 1,
+        NUM_OUTPUT_TOKENS,
+        decoder.budget,
+        k=max(decoder.width, 1),
+        caches=caches,
+        options={
+            "draft_topk": {"temperature": settings.temperature or 1.0},
+            "choose_tokens": {"temperature": settings.temperature, "seed": settings.seed},
+            "accept_tree": {"stop_token_ids": model.module.xp.asarray(stops)} if stops.size else {},
+        },
+        backend=model.module.backend,
+    )

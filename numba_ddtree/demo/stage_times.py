@@ -8,7 +8,13 @@ from contextlib import contextmanager
 
 from numba_ddtree.demo.array_module import ArrayModule
 
-STAGES = ("draft", "build", "verify", "accept", "compact")
+STAGES = {
+    "draft": "the drafter",
+    "build": "draft_topk, build_tree",
+    "verify": "the target",
+    "accept": "choose_tokens, accept_tree, compact_kv",
+}
+"""The stages of a round, and what each holds. The drafter's includes its reading of the accepted nodes."""
 
 
 class StageTimes:
@@ -17,7 +23,7 @@ class StageTimes:
     Attributes
     ----------
     seconds : dict of str to float
-        By stage, in the order of their first use.
+        By stage, in the order of their first use: those of `STAGES`, and "prompt", which is read once.
     """
 
     def __init__(self, module: ArrayModule) -> None:
