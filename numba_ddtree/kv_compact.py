@@ -7,7 +7,6 @@ the path, so that what it reads later was not written before, and no thread touc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.kv_caches import ADDRESS, BLOCK_STRIDE, ROW_BYTES, ROW_STRIDE, KVCaches, layer_table
 from numba_ddtree.launch import Kernel, block_threads
+from numba_ddtree.page_tables import PAGING, check_page, check_page_table, pages_on_host
 from numba_ddtree.refs import kv_compact as reference
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import Array
@@ -31,7 +31,6 @@ ROWS_AT_ONCE = 4
 BLOCKS_PER_PROCESSOR = 8
 NO_ROW = 0  # no row has this address
 PATH = ("prefix_lengths", "accepted_indices", "accept_length")
-PAGING = ("block_table", "kv_indptr", "kv_indices")
 
 
 def make_move_rows(word_bytes: int) -> Any:
@@ -216,11 +215,8 @@ def compact_kv(
     runs_reference = use_reference(backend, caches.placement)
     if caches.placement.on_host or validate:
         path = [to_host(name, views[name]) for name in PATH]
-        paging = {name: to_host(name, views[name]) for name in PAGING if views[name] is not None}
-        pages = reference.page_lists(**paging) if "kv_indptr" in paging else paging.get("block_table")
-        if "kv_indptr" in paging:
-            _check_ranges(**paging)
-        _check_path(caches, path, pages, paging.get("kv_indptr"))
+        pages, kv_indptr = pages_on_host(views)
+        _check_path(caches, path, pages, kv_indptr)
         if runs_reference:
             for layer in caches.layers():
                 reference.compact_kv(layer, *path, pages)
@@ -230,41 +226,20 @@ def compact_kv(
 
 def _checked(views: dict[str, Any], caches: KVCaches) -> dict[str, Any]:
     """Check every view's shape and dtype, and that the page table has one form."""
-    for name, other in (("kv_indptr", "kv_indices"), ("kv_indices", "kv_indptr")):
-        if views[name] is None and views[other] is not None:
-            raise ArgumentError(name, None, f"an array, since {other} is given")
-    if views["block_table"] is not None and views["kv_indptr"] is not None:
-        raise ArgumentError("block_table", "an array beside kv_indptr", "the pages in one form alone")
     prefixes = check_indices("prefix_lengths", views["prefix_lengths"], B=None)
     (batch,) = prefixes.shape
-    total = None if views["kv_indices"] is None else math.prod(views["kv_indices"].shape)  # which may be 0
     dimensions: dict[str, dict[str, int | None]] = {
         "prefix_lengths": {"B": batch},
         "accepted_indices": {"B": batch, "L + 1": None},
         "accept_length": {"B": batch},
-        "block_table": {"B": batch, "M": None},
-        "kv_indptr": {"B + 1": batch + 1},
-        "kv_indices": {"total": total},
     }
-    checked = {
-        name: check_indices(name, views[name], **dims)
-        for name, dims in dimensions.items()
-        if name not in PAGING or views[name] is not None
-    }
-    is_paged = any(name in checked for name in PAGING)
+    path = {name: check_indices(name, views[name], **dims) for name, dims in dimensions.items()}
+    paging = check_page_table({name: views[name] for name in PAGING}, batch)
+    is_paged = any(view is not None for view in paging.values())
     if not is_paged and caches.num_blocks != batch:
         expected = f"as many as prefix_lengths has, {batch}, or a block_table or kv_indptr of pages"
         raise ArgumentError("caches", f"caches of {caches.num_blocks} requests", expected)
-    return dict.fromkeys(PAGING) | checked
-
-
-def _check_ranges(kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]) -> None:
-    total = len(kv_indices)
-    steps = np.diff(kv_indptr.astype(np.int64), prepend=0)
-    is_bad = (kv_indptr < 0) | (kv_indptr > total) | (steps < 0)
-    for index in first_where(is_bad):
-        expected = f"a number that is not below the one before it, up to total = {total}"
-        raise ArgumentError(at("kv_indptr", index), kv_indptr[index], expected)
+    return path | paging
 
 
 def _check_path(
@@ -296,11 +271,7 @@ def _check_path(
             expected = f"a slot within the request's {num_pages * caches.block_size} rows"
             raise ArgumentError(at("accepted_indices", (request, len(accepted) - 1)), got, expected)
         for block in [] if pages is None else blocks.tolist():
-            page = pages[request][block]
-            if not 0 <= page < caches.num_blocks:
-                table = at("block_table", (request, block))
-                name = table if kv_indptr is None else at("kv_indices", (int(kv_indptr[request]) + block,))
-                raise ArgumentError(name, page, f"a page from 0 to {caches.num_blocks - 1}")
+            check_page(pages, kv_indptr, request, block, caches.num_blocks)
 
 
 def _launch(caches: KVCaches, views: dict[str, Any], stream: StreamLike) -> None:

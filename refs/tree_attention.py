@@ -8,6 +8,7 @@ that is key only.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,31 +33,37 @@ def softmax_with_lse(scores: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def tree_attention(
-    q_nope: NDArray[np.float32],
-    q_pe: NDArray[np.float32],
-    ckv_cache: NDArray[np.float32],
-    kpe_cache: NDArray[np.float32],
+    q_nope: NDArray[Any],
+    q_pe: NDArray[Any],
+    ckv_cache: NDArray[Any],
+    kpe_cache: NDArray[Any],
     ancestor_bits: NDArray[np.uint32],
     num_nodes: NDArray[np.int32],
     prefix_lengths: NDArray[np.int32],
     sm_scale: float,
     dtype: type[np.float32] | type[np.float64] = np.float64,
+    page_table: NDArray[np.int32] | Sequence[NDArray[np.int32]] | None = None,
+    sees_prefix: bool = True,
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """Attend from each node to the prefix, to its ancestors and to itself.
 
     Parameters
     ----------
-    q_nope : float32 [B, N, H, D_CKV]
-    q_pe : float32 [B, N, H, D_KPE]
-    ckv_cache : float32 [B, S, D_CKV]
-        Slot ``prefix_lengths[b] + i`` holds node i of the tree.
-    kpe_cache : float32 [B, S, D_KPE]
+    q_nope : float [B, N, H, D_CKV]
+    q_pe : float [B, N, H, D_KPE]
+    ckv_cache : float [B, S, D_CKV] or, with a page table, [pages, page_size, D_CKV]
+        Slot ``prefix_lengths[b] + i`` of a request holds node i of the tree.
+    kpe_cache : float [B, S, D_KPE] or [pages, page_size, D_KPE]
     ancestor_bits : uint32 [B, N, ceil(N / 32)]
     num_nodes, prefix_lengths : int32 [B]
     sm_scale : float
         The factor of the scores.
     dtype
         The precision of every step.
+    page_table : int32 [B, pages a request], or such a row for each request, optional
+        The page that holds each run of `page_size` slots of a request.
+    sees_prefix : bool
+        False: nodes see the tree's own rows alone.
 
     Returns
     -------
@@ -69,21 +76,39 @@ def tree_attention(
     lse: NDArray[Any] = np.full(q_nope.shape[:3], -np.inf, dtype)
     visibility = visibility_from_bits(ancestor_bits)  # [B, N, N]
     for request, (used, prefix) in enumerate(zip(num_nodes.tolist(), prefix_lengths.tolist(), strict=True)):
+        ckv, kpe = (
+            request_rows(cache, request, prefix + used, page_table) for cache in (ckv_cache, kpe_cache)
+        )  # [P + n, D]
+        seen = prefix if sees_prefix else 0
         queries = q_nope[request, :used].astype(dtype), q_pe[request, :used].astype(dtype)
-        shared = ckv_cache[request, :prefix].astype(dtype), kpe_cache[request, :prefix].astype(dtype)
+        shared = ckv[:seen].astype(dtype), kpe[:seen].astype(dtype)
         prefix_scores = scores_of(queries, shared, sm_scale)  # [n, H, P]
         prefix_probs = np.zeros_like(prefix_scores)
         for node in range(used):
             # Only these rows are read: a row that the node does not see may hold anything.
             rows = prefix + np.flatnonzero(visibility[request, node])
-            own = ckv_cache[request, rows].astype(dtype), kpe_cache[request, rows].astype(dtype)
+            own = ckv[rows].astype(dtype), kpe[rows].astype(dtype)
             own_scores = scores_of((queries[0][node], queries[1][node]), own, sm_scale)  # [H, path]
             scores = np.concatenate((prefix_scores[node], own_scores), axis=-1)
             probs, lse[request, node] = softmax_with_lse(scores)
-            prefix_probs[node] = probs[:, :prefix]
-            out[request, node] = probs[:, prefix:] @ own[0]
+            prefix_probs[node] = probs[:, :seen]
+            out[request, node] = probs[:, seen:] @ own[0]
         out[request, :used] += by_rows(prefix_probs, shared[0])
     return out, lse
+
+
+def request_rows(
+    cache: NDArray[Any],
+    request: int,
+    count: int,
+    page_table: NDArray[np.int32] | Sequence[NDArray[np.int32]] | None,
+) -> NDArray[Any]:
+    """Return the first rows of a request, in order, [count, D]."""
+    if page_table is None:
+        return cache[request, :count]
+    page_size = cache.shape[1]
+    pages = page_table[request][: -(-count // page_size)]
+    return cache[pages].reshape(-1, cache.shape[2])[:count]
 
 
 def scores_of(
