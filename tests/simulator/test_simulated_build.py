@@ -16,6 +16,7 @@ from build_checks import (
     make_rows,
     use_search,
 )
+from cost_checks import Draft, check_stop, cost_options, real_draft, whole_trees
 from kernel_checks import check_build, numba_library
 
 import numba_ddtree
@@ -152,3 +153,13 @@ def test_bad_options(rng: np.random.Generator, case: str) -> None:
         with pytest.raises(ArgumentError) as error:
             numba_ddtree.build_tree(*map(put, given), max_budget=5, **placed, **extra)
         assert str(error.value).startswith(fault + ":")
+
+
+def test_a_measured_cost_ends_a_tree_where_the_ratio_is_largest() -> None:
+    drafted = real_draft()
+    draft = Draft(drafted.log_probs[:4, :, :24].copy(), drafted.token_ids[:4, :, :24].copy())
+    costs = cost_options(8000)
+    budgets = np.full(4, 120, np.int32)
+    tree = check_options(numba_library(), draft.log_probs, draft.token_ids, budgets, 120, **costs)
+    sizes = check_stop(tree, draft, whole_trees(draft, 120), costs)
+    assert 0 < min(sizes) < 120
