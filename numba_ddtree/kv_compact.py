@@ -20,7 +20,7 @@ from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.kv_caches import ADDRESS, BLOCK_STRIDE, ROW_BYTES, ROW_STRIDE, KVCaches, layer_table
 from numba_ddtree.launch import Kernel, block_threads
-from numba_ddtree.page_tables import PAGING, check_page, check_page_table, pages_on_host
+from numba_ddtree.page_tables import PAGING, check_page_table, check_pages, pages_on_host
 from numba_ddtree.refs import kv_compact as reference
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import Array
@@ -270,8 +270,8 @@ def _check_path(
             got = f"{accepted[-1]} after a prefix of {prefix_lengths[request]}"
             expected = f"a slot within the request's {num_pages * caches.block_size} rows"
             raise ArgumentError(at("accepted_indices", (request, len(accepted) - 1)), got, expected)
-        for block in [] if pages is None else blocks.tolist():
-            check_page(pages, kv_indptr, request, block, caches.num_blocks)
+        if pages is not None:
+            check_pages(pages, kv_indptr, request, blocks, caches.num_blocks)
 
 
 def _launch(caches: KVCaches, views: dict[str, Any], stream: StreamLike) -> None:

@@ -87,12 +87,23 @@ def _check_ranges(kv_indptr: NDArray[np.int32], kv_indices: NDArray[np.int32]) -
         raise ArgumentError(at("kv_indptr", index), kv_indptr[index], expected)
 
 
-def check_page(
-    pages: Any, kv_indptr: NDArray[np.int32] | None, request: int, block: int, num_pages: int
+def check_pages(
+    pages: Any,
+    kv_indptr: NDArray[np.int32] | None,
+    request: int,
+    blocks: NDArray[np.integer[Any]],
+    num_pages: int,
 ) -> None:
-    """Check one entry of a page table from `pages_on_host`, by the name that its caller knows it by."""
-    page = pages[request][block]
-    if not 0 <= page < num_pages:
+    """Check entries of one request in a page table from `pages_on_host`, which has them.
+
+    Raises
+    ------
+    ArgumentError
+        Names the entry as the caller knows it.
+    """
+    found = pages[request][blocks]
+    for (place,) in first_where((found < 0) | (found >= num_pages)):
+        block = int(blocks[place])
         table = at("block_table", (request, block))
         name = table if kv_indptr is None else at("kv_indices", (int(kv_indptr[request]) + block,))
-        raise ArgumentError(name, page, f"a page from 0 to {num_pages - 1}")
+        raise ArgumentError(name, found[place], f"a page from 0 to {num_pages - 1}")

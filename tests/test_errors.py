@@ -378,7 +378,7 @@ QUERIES, CACHE = attention()["q_nope"], attention()["ckv_cache"]
         ({"q_nope": QUERIES[:1]}, "q_nope"),
         ({"q_nope": QUERIES[:, :, :0]}, "q_nope"),
         ({"q_nope": QUERIES.astype(np.float64)}, "q_nope"),
-        ({"q_nope": QUERIES.astype(np.float16)}, "q_nope"),
+        ({"q_nope": QUERIES.astype(np.float16)}, "q_pe"),
         ({"q_pe": None}, "q_pe"),
         ({"q_pe": np.zeros((2, 6, 3, 8), np.float32)}, "q_pe"),
         ({"q_pe": np.zeros((2, 6, 2, 0), np.float32)}, "q_pe"),

@@ -56,18 +56,18 @@ def dot(s_query, start, rows, request, row, width, is_aligned):  # type: ignore[
 
 
 @device_function
-def cache_row(key, prefix, s_path):  # type: ignore[no-untyped-def]
-    """Row of the cache that holds a query's key: the prefix comes first, then the path."""
-    return key if key < prefix else prefix + s_path[key - prefix]
+def cache_row(key, shared, prefix, s_path):  # type: ignore[no-untyped-def]
+    """Row of the cache that holds a query's key: what is seen of the prefix comes first, then the path."""
+    return key if key < shared else prefix + s_path[key - shared]
 
 
 @device_function
-def weighted_sum(s_weights, values, request, dim, keys, prefix, s_path):  # type: ignore[no-untyped-def]
+def weighted_sum(s_weights, values, request, dim, keys, shared, prefix, s_path):  # type: ignore[no-untyped-def]
     """Sum (float64) of one latent dimension over all keys, in short partial sums as in `dot`."""
     total = float64(0)
     partial = float32(0)
     for key in range(keys):
-        partial += s_weights[key] * values[request, cache_row(key, prefix, s_path), dim]
+        partial += s_weights[key] * values[request, cache_row(key, shared, prefix, s_path), dim]
         if key % RUN == RUN - 1:
             total += float64(partial)
             partial = float32(0)
@@ -124,8 +124,9 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
     ancestor_bits,  # uint32 [B, N, words]
     num_nodes,  # int32 [B]
     prefix_lengths,  # int32 [B], or empty: 0
-    prefix_capacity,  # int32: the longest prefix that has a place in shared memory
+    prefix_capacity,  # int32: the longest prefix allowed, whose scores have a place in shared memory
     path_capacity,  # int32
+    sees_prefix,  # int32: 0 for the path alone
     is_aligned,  # int32: rows of both caches start at multiples of 16 bytes
     sm_scale,  # float64
     out,  # float32 [B, N, H, D_CKV]
@@ -166,7 +167,8 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
         if thread == 0:
             lse[request, node, head] = float32(np.nan)
         return
-    keys = prefix + s_control[PATH_LENGTH]
+    shared = prefix if sees_prefix != 0 else int32(0)
+    keys = shared + s_control[PATH_LENGTH]
     for dim in range(thread, width, THREADS):
         s_query[dim] = q_nope[request, node, head, dim]
     for dim in range(thread, rope_width, THREADS):
@@ -175,7 +177,7 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
 
     maximum = float32(-np.inf)
     for key in range(thread, keys, THREADS):
-        row = cache_row(key, prefix, s_path)
+        row = cache_row(key, shared, prefix, s_path)
         latent_part = dot(s_query, 0, ckv_cache, request, row, width, is_aligned)
         rope_part = dot(s_query, width, kpe_cache, request, row, rope_width, is_aligned)
         score = float32((latent_part + rope_part) * sm_scale)
@@ -197,7 +199,7 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
 
     for dim in range(thread, width, THREADS):
         out[request, node, head, dim] = float32(
-            weighted_sum(s_scores, ckv_cache, request, dim, keys, prefix, s_path)
+            weighted_sum(s_scores, ckv_cache, request, dim, keys, shared, prefix, s_path)
         )
     if thread == 0:
         lse[request, node, head] = maximum + math.log(total) if total != float32(0) else float32(-np.inf)
@@ -207,7 +209,7 @@ SHARED_SCORES = Kernel(
     shared_scores_kernel,
     (
         "void(float32[:, :, :, ::1], float32[:, :, :, ::1], float32[:, :, ::1], float32[:, :, ::1], "
-        "uint32[:, :, ::1], int32[::1], int32[::1], int32, int32, int32, float64, "
+        "uint32[:, :, ::1], int32[::1], int32[::1], int32, int32, int32, int32, float64, "
         "float32[:, :, :, ::1], float32[:, :, ::1])",
     ),
     THREADS,
@@ -239,8 +241,10 @@ def launch_shared_scores(
     out: Any,
     lse: Any,
     stream: StreamLike,
+    *,
+    sees_prefix: bool = True,
 ) -> tuple[Any, Any]:
-    """Launch the kernel on checked views.
+    """Launch the kernel on checked views; without `sees_prefix`, any prefix fits.
 
     Raises
     ------
@@ -255,7 +259,7 @@ def launch_shared_scores(
         raise ArgumentError("q_nope", f"B * N * H = {blocks}", f"at most {MAX_BLOCKS}, one block each")
     with Transfer(placement, stream) as transfer:
         longest = longest_prefix(shared_memory_limit(), path_capacity, width)
-        if prefix_capacity > longest:
+        if sees_prefix and prefix_capacity > longest:
             raise ArgumentError(
                 "prefix_lengths",
                 f"room for a prefix of {prefix_capacity} keys",
@@ -273,10 +277,11 @@ def launch_shared_scores(
             *arguments,
             np.int32(prefix_capacity),
             np.int32(path_capacity),
+            np.int32(sees_prefix),
             np.int32(all(_rows_are_aligned(rows) for rows in arguments[2:4])),
             np.float64(sm_scale),
             *outputs,
-            shared_bytes=shared_bytes(prefix_capacity, path_capacity, width),
+            shared_bytes=shared_bytes(prefix_capacity if sees_prefix else 0, path_capacity, width),
         )
         results = transfer.results()
         return results["out"], results["lse"]

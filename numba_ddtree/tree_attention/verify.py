@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from numpy.typing import DTypeLike
 
-import numpy as np
-from numpy.typing import NDArray
-
-from numba_ddtree.arrays import (
-    StreamLike,
-    at,
-    check_array,
-    check_count,
-    check_indices,
-    check_scalar,
-    copy_to_outputs,
-    first_where,
-    gather,
-    to_host,
-)
-from numba_ddtree.devices import use_reference
+from numba_ddtree.arrays import StreamLike, check_count
+from numba_ddtree.devices import device_context, require_device, use_reference
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.refs import tree_attention as reference
-from numba_ddtree.tree import Array, DraftTree, arrays_of, check_tree
-from numba_ddtree.tree_attention.shared_scores import launch_shared_scores
-
-ARGUMENTS = ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "ancestor_bits", "num_nodes", "prefix_lengths")
+from numba_ddtree.tree import Array, DraftTree
+from numba_ddtree.tree_attention.arguments import (
+    MAX_SLOTS,
+    Arguments,
+    check_tensor_core_limits,
+    check_values,
+    gather_arguments,
+)
+from numba_ddtree.tree_attention.calls import (
+    output_dtype,
+    run_reference,
+    run_shared_scores,
+    run_tensor_cores,
+)
+from numba_ddtree.tree_attention.kernels import FLOAT32, check_kernel, choose_kernel
+from numba_ddtree.tree_attention.splits import MAX_KEYS, WORKSPACE_LIMIT, SplitKeys, split_sizes
+from numba_ddtree.tree_attention.work import tiles_of
 
 
 def verify_attention(
@@ -38,8 +36,15 @@ def verify_attention(
     sm_scale: float,
     prefix_lengths: Array | None = None,
     max_prefix_length: int | None = None,
+    block_table: Array | None = None,
+    kv_indptr: Array | None = None,
+    kv_indices: Array | None = None,
     out: Array | None = None,
     lse: Array | None = None,
+    out_dtype: DTypeLike | None = None,
+    kernel: str | None = None,
+    split_keys: SplitKeys = None,
+    workspace_limit: int = WORKSPACE_LIMIT,
     stream: StreamLike = None,
     backend: str | None = None,
     validate: bool = False,
@@ -54,20 +59,31 @@ def verify_attention(
         out = sum_k softmax(score)[k] * ckv[k]
         lse = log(sum_k exp(score[k]))
 
-    Keys that a node does not see contribute exactly zero and their rows are not read. Deterministic:
-    the same input gives the same bits, in caches that start at a multiple of 16 bytes as all
+    Keys that a node does not see contribute exactly zero. Deterministic: the same input gives the same
+    bits. In float16 and bfloat16 a node's result is moreover, to the bit, that of decoding its sequence
+    alone, with all of it in the cache and N = 1: whatever the batch and the place in it, the other nodes,
+    the pages and their size; within one kernel and one length of splits, which is not ``"fastest"``. In
+    float32 that holds for the same shapes alone, in caches that start at a multiple of 16 bytes as all
     libraries' do; others are summed in another order.
+
+    This is the one-shot form of `TreeAttention`, which allocates the workspace once.
 
     Parameters
     ----------
-    q_nope : float32 [B, N, H, D_CKV]
-        Queries against the latent part, with the key up-projection absorbed. D_CKV is 512 in
-        DeepSeek V3 and Kimi K2; any width is taken.
-    q_pe : float32 [B, N, H, D_KPE]
+    q_nope : float32, float16 or bfloat16 [B, N, H, D_CKV]
+        Queries against the latent part, with the key up-projection absorbed. D_CKV is 512 in DeepSeek V3
+        and Kimi K2. In float16 and bfloat16 the kernels take that width alone, at most 128 heads and 1025
+        slots, and on a device any layout with rows at one distance, a multiple of 16 bytes, such as slices
+        of one array [B, N, H, 576]; in float32 any width, C-contiguous on a device.
+    q_pe : [B, N, H, D_KPE], of the same dtype
         Rotary part of the queries; 64 there.
-    ckv_cache : float32 [B, S, D_CKV]
-        Latent rows: keys 0 to P - 1 are the prefix, and key P + i is slot i of the tree.
-    kpe_cache : float32 [B, S, D_KPE]
+    ckv_cache : [B, S, D_CKV] or, paged, [pages, page_size, D_CKV], of the same dtype
+        Latent rows: keys 0 to P - 1 are the prefix, and key P + i is slot i of the tree. With pages, which
+        are for float16 and bfloat16, key p of request b is row ``p % page_size`` of its page
+        ``p // page_size``. Page and row distances may be any multiples of 16 bytes: a slice of one array
+        [pages, page_size, 576] will do. Rows that no node in use sees may hold anything; in float16 and
+        bfloat16 a NaN in the row of one node may spoil others of its request.
+    kpe_cache : [B, S, D_KPE] or [pages, page_size, D_KPE], of the same dtype
         Rotary part of the keys.
     tree : DraftTree
         B requests of N slots.
@@ -76,25 +92,42 @@ def verify_attention(
     prefix_lengths : int32 [B], optional
         P, the keys of each request before the tree's root; 0 by default.
     max_prefix_length : int, optional
-        A bound on `prefix_lengths`, which sizes the shared memory. By default the largest length for
-        host arrays, and all that the cache holds (S - 1) for device arrays.
-    out : float32 [B, N, H, D_CKV], optional
-        Where to write the output.
+        A bound on `prefix_lengths`, which sizes shared memory (float32) and the workspace, and by which
+        `split_keys` is chosen. By default all that the cache or the page table has room for, less one; for
+        float32 on the host the largest length. Needed with `kv_indptr` on a device.
+    block_table : int32 [B, M], optional
+        For paged caches: the pages of each request in order; past those in use the entries may be
+        anything.
+    kv_indptr, kv_indices : int32 [B + 1] and int32 [total], optional
+        Another form of the same, FlashInfer's: the pages of request b are ``kv_indices[kv_indptr[b] :
+        kv_indptr[b + 1]]``.
+    out : [B, N, H, D_CKV], optional
+        Where to write the output: of the queries' dtype or float32.
     lse : float32 [B, N, H], optional
         Where to write the log-sum-exp.
+    out_dtype : dtype, optional
+        Of the output: the queries' or float32; by default that of `out`, or else the queries'.
+    kernel : {None, "shared_scores", "tensor_cores"}
+        By default ``"shared_scores"`` for float32, and tensor cores for float16 and bfloat16.
+    split_keys : int, "fastest" or None
+        As for `TreeAttention.plan`; without meaning for float32.
+    workspace_limit : int
+        Bytes of partial results; what does not fit goes in further waves. Without meaning for float32.
     stream
         Stream to launch on; by default the current one of the arrays' library.
     backend : {None, "cuda", "numpy"}
-        ``"numpy"`` runs the reference in float32, on host arrays.
+        ``"numpy"`` runs the reference on host arrays: of float32 in float32, otherwise in float64 with
+        results rounded once. It takes any widths and pages of any dtype.
     validate : bool
-        Check the values of a device tree and device lengths as those on the host are; synchronises.
+        Check the values of a device tree, device lengths and device page tables as those on the host are;
+        synchronises.
 
     Returns
     -------
-    out : float32 [B, N, H, D_CKV]
+    out : [B, N, H, D_CKV]
         Zeros for padding slots. NaN for a request of a device array whose prefix length is negative
-        or does not fit the cache or `max_prefix_length`, and for a node whose bits name slots that are
-        not in use or more than `max_depth` ancestors.
+        or does not fit the cache, its pages or `max_prefix_length`, and for a node whose bits name slots
+        that are not in use or more than `max_depth` ancestors, or whose keys are on a page that is none.
     lse : float32 [B, N, H]
         Natural log; -inf for padding slots. Both are numpy arrays for host arrays, after
         synchronising; otherwise arrays of the same library, with no synchronisation.
@@ -103,79 +136,64 @@ def verify_attention(
     ------
     ArgumentError
         Wrong shape, dtype, device or layout of an argument, or a key range that the device's shared
-        memory does not hold (the message says the longest that it does); for host arrays, and with
-        `validate`, also lengths out of range, parents that are no tree
-        and ancestor bits that are not those of the parents.
+        memory does not hold in float32 (the message says the longest that it does); a kernel that the
+        device cannot run; for host arrays, and with `validate`, also lengths and pages out of range,
+        parents that are no tree and ancestor bits that are not those of the parents.
     BackendError
         No device for the CUDA backend.
     """
-    placement, views = gather(
-        q_nope=q_nope,
-        q_pe=q_pe,
-        ckv_cache=ckv_cache,
-        kpe_cache=kpe_cache,
+    given = gather_arguments(
+        q_nope,
+        q_pe,
+        ckv_cache,
+        kpe_cache,
+        tree,
+        sm_scale=sm_scale,
         prefix_lengths=prefix_lengths,
-        **arrays_of("tree", tree, DraftTree),
+        block_table=block_table,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        validate=validate,
     )
-    sm_scale = check_scalar("sm_scale", sm_scale)
-    values = placement.on_host or validate
-    check_tree({name: views[name] for name in tree.arrays()}, max_depth=tree.max_depth, values=values)
-    _check_shapes(views)
-    capacity = _prefix_capacity(views, max_prefix_length, values)
-    runs_reference = use_reference(backend, placement)
-    if runs_reference:
-        lengths = _lengths(views)
-        arrays = [views[name] for name in ARGUMENTS[:-1]]
-        results = reference.tree_attention(*arrays, lengths, sm_scale, np.float32)
-        given = {name: array for name, array in (("out", out), ("lse", lse)) if array is not None}
-        computed = dict(zip(("out", "lse"), results, strict=True))
-        copy_to_outputs({name: computed[name] for name in given}, given)
-        return given.get("out", computed["out"]), given.get("lse", computed["lse"])
-    return launch_shared_scores(
-        placement,
-        {name: views[name] for name in ARGUMENTS},
-        capacity,
-        min(tree.max_depth + 1, tree.num_slots),
-        sm_scale,
-        out,
-        lse,
-        stream,
+    check_kernel(kernel, given.dtype)
+    out_dtype = output_dtype(given.dtype, out_dtype, out)
+    bound = checked_bound(given, max_prefix_length)
+    longest, pages = None, None
+    if given.placement.on_host or validate:
+        longest, pages = check_values(given, bound)
+    if use_reference(backend, given.placement):
+        return run_reference(given, pages, out_dtype, out, lse)
+    if given.dtype == FLOAT32:
+        by_default = int(given.views["ckv_cache"].shape[1]) - 1 if longest is None else longest
+        return run_shared_scores(given, by_default if bound is None else bound, out, lse, stream)
+    check_tensor_core_limits(given)
+    require_device()
+    bound = needed_bound(given) if bound is None else bound
+    sizes = split_sizes(
+        split_keys,
+        max_prefix_length=bound,
+        max_path=given.max_path,
+        tiles=tiles_of(given.batch, given.slots, given.heads),
+        workspace_limit=workspace_limit,
     )
+    with device_context(given.placement.device_id):
+        chosen = choose_kernel(kernel, given.dtype)
+    return run_tensor_cores(given, chosen, sizes, out_dtype, out, lse, stream)
 
 
-def _check_shapes(views: dict[str, Any]) -> None:
-    float32 = (np.float32,)
-    batch, slots = views["parents"].shape
-    check_array("q_nope", views["q_nope"], float32, B=batch, N=slots, H=None, D_CKV=None)
-    heads, latent = views["q_nope"].shape[2:]
-    check_array("q_pe", views["q_pe"], float32, B=batch, N=slots, H=heads, D_KPE=None)
-    check_array("ckv_cache", views["ckv_cache"], float32, B=batch, S=None, D_CKV=latent)
-    keys = views["ckv_cache"].shape[1]
-    check_array("kpe_cache", views["kpe_cache"], float32, B=batch, S=keys, D_KPE=views["q_pe"].shape[3])
-    if views["prefix_lengths"] is not None:
-        views["prefix_lengths"] = check_indices("prefix_lengths", views["prefix_lengths"], B=batch)
+def checked_bound(given: Arguments, max_prefix_length: int | None) -> int | None:
+    """Check a bound on prefix lengths against what there is room for."""
+    if max_prefix_length is None:
+        return None
+    capacity = given.key_capacity
+    limit = MAX_KEYS - MAX_SLOTS if capacity is None else min(capacity, MAX_KEYS - MAX_SLOTS)
+    return check_count("max_prefix_length", max_prefix_length, 0, limit)
 
 
-def _lengths(views: dict[str, Any]) -> NDArray[np.int32]:
-    """Host copy of the prefix lengths, with the default filled in."""
-    lengths = views["prefix_lengths"]
-    if lengths is None:
-        return np.zeros(views["parents"].shape[0], np.int32)
-    return to_host("prefix_lengths", lengths)
-
-
-def _prefix_capacity(views: dict[str, Any], max_prefix_length: int | None, values: bool) -> int:
-    """Return the longest prefix to make room for; check the lengths where they can be read."""
-    keys = int(views["ckv_cache"].shape[1])
-    if max_prefix_length is not None:
-        max_prefix_length = check_count("max_prefix_length", max_prefix_length, 0, keys)
-    if not values:
-        return keys - 1 if max_prefix_length is None else max_prefix_length
-    lengths, counts = _lengths(views), to_host("num_nodes", views["num_nodes"])
-    for index in first_where((lengths < 0) | (lengths.astype(np.int64) + counts > keys)):
-        expected = f"a length from 0 to {keys - counts[index]}: S = {keys} keys less {counts[index]} nodes"
-        raise ArgumentError(at("prefix_lengths", index), lengths[index], expected)
-    longest = int(lengths.max(initial=0))
-    if max_prefix_length is not None and longest > max_prefix_length:
-        raise ArgumentError("prefix_lengths", longest, f"at most max_prefix_length = {max_prefix_length}")
-    return longest if max_prefix_length is None else max_prefix_length
+def needed_bound(given: Arguments) -> int:
+    """Return the default of a bound on prefix lengths: what there is room for beside a root."""
+    capacity = given.key_capacity
+    if capacity is None:
+        expected = "a bound on the prefix lengths, since kv_indptr is on a device, where it is not read"
+        raise ArgumentError("max_prefix_length", None, expected)
+    return max(0, min(capacity - 1, MAX_KEYS - MAX_SLOTS))

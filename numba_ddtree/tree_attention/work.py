@@ -17,6 +17,11 @@ LATENT = 512
 ROPE = 64
 
 
+def tiles_of(batch: int, slots: int, heads: int) -> int:
+    """Tiles of the query rows of B requests of N slots and H heads."""
+    return batch * -(-slots * heads // TILE_ROWS)
+
+
 @dataclass(frozen=True, slots=True)
 class RowSpan:
     """Rows of numbers at regular distances in a device's memory.
@@ -115,7 +120,7 @@ class Work:
     @property
     def tiles_per_request(self) -> int:
         """Tiles that a request's rows make, the last of which may be partly empty."""
-        return -(-self.slots * self.heads // TILE_ROWS)
+        return tiles_of(1, self.slots, self.heads)
 
     @property
     def tiles(self) -> int:

@@ -1,0 +1,65 @@
+"""Which kernel computes tree attention: by dtype, and by what the device can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.errors import ArgumentError, BackendError
+
+SHARED_SCORES = "shared_scores"
+TENSOR_CORES = "tensor_cores"
+KERNELS = (SHARED_SCORES, TENSOR_CORES)
+LEAST_CAPABILITY = (8, 0)  # of 16-bit products with bfloat16, and of asynchronous copies
+FLOAT32 = np.dtype(np.float32)
+
+
+def check_kernel(kernel: str | None, dtype: np.dtype[Any]) -> None:
+    """Check that there is such a kernel, and that it takes queries and caches of a dtype."""
+    if kernel is not None and kernel not in KERNELS:
+        raise ArgumentError("kernel", repr(kernel), "None, " + " or ".join(map(repr, KERNELS)))
+    if kernel is not None and (kernel == SHARED_SCORES) != (dtype == FLOAT32):
+        takes = "float32" if kernel == SHARED_SCORES else "float16 and bfloat16"
+        raise ArgumentError(
+            "kernel", f"{kernel!r} with {dtype.name}", f"a kernel of that dtype, for this takes {takes}"
+        )
+
+
+def choose_kernel(kernel: str | None, dtype: np.dtype[Any]) -> str:
+    """Return the kernel for a dtype on the current device: the one asked for, or the quickest.
+
+    Raises
+    ------
+    ArgumentError
+        No such kernel, one of another dtype, or one that the device cannot run.
+    BackendError
+        A kernel of tensor cores in the simulator, which has none.
+    """
+    check_kernel(kernel, dtype)
+    if dtype == FLOAT32:
+        return SHARED_SCORES
+    if SIMULATED:
+        raise BackendError(
+            f"Numba's simulator has no tensor cores, which attention in {dtype.name} runs on; "
+            'pass backend="numpy" for the reference, or float32'
+        )
+    capability = tuple(cuda.get_current_device().compute_capability)
+    if capability < LEAST_CAPABILITY:
+        raise ArgumentError(
+            "kernel",
+            f"{kernel or TENSOR_CORES!r} on a device of compute capability {'.'.join(map(str, capability))}",
+            f"a device of {'.'.join(map(str, LEAST_CAPABILITY))} or newer; {SHARED_SCORES!r}, for float32, "
+            "still runs",
+        )
+    return kernel or TENSOR_CORES
+
+
+def launcher_of(kernel: str) -> Callable[..., None]:
+    """Return the function that launches a kernel of tensor cores: (transfer, work, splits)."""
+    module = import_module(f"numba_ddtree.tree_attention.{kernel}")
+    launcher: Callable[..., None] = getattr(module, f"launch_{kernel}")
+    return launcher
