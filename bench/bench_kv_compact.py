@@ -82,10 +82,7 @@ def bench_reference(peer_bench, length):
     peer_bench("kv_compact", case_of(length, 0), "numpy reference", call, rounds=5)
 
 
-def bench_torch(peer_bench, length):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch finds no device")
+def bench_torch(torch_bench, torch, length):
     slots = PAGES_EACH * PAGE_SIZE
     shape = (LAYERS, BATCH * slots, ROW)
     caches = cycle([torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(NUM_COPIES)])
@@ -96,6 +93,5 @@ def bench_torch(peer_bench, length):
     def call() -> None:
         cache = next(caches)
         cache.index_copy_(1, targets, cache.index_select(1, sources))
-        torch.cuda.synchronize()
 
-    peer_bench("kv_compact", case_of(length, 0), "torch index_select, index_copy_", call)
+    torch_bench("kv_compact", case_of(length, 0), "torch index_select, index_copy_", call)

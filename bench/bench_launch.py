@@ -15,9 +15,19 @@ from numba_ddtree.tree_build import build_tree
 
 BATCH, DEPTH, BUDGET = 32, 15, 64
 LAUNCHES = 200
+CASE = {"kernel arguments": 14, "arrays among them": 13}
+TIMING = (
+    "host time of a launch of accept_tree's kernel, without waiting: median of 20 means over 200 launches, "
+    "each 200 beginning on an idle device"
+)
 
 DEVICE_FAULT = find_device_fault()
 pytestmark = pytest.mark.skipif(DEVICE_FAULT is not None, reason=f"no CUDA device: {DEVICE_FAULT}")
+
+
+@pytest.fixture(autouse=True)
+def timing(recorder):
+    recorder.timing("launch", TIMING)
 
 
 @pytest.fixture
@@ -35,7 +45,7 @@ def sequence(on_device):
 
 
 def measure(benchmark, launch):
-    """Time launches as they come, a few at a time, so that the driver's queue never fills."""
+    """Return a launch's time as they come, a few at a time, so that the driver's queue never fills."""
     from numba_ddtree.cuda_target import cuda
 
     launch()
@@ -51,18 +61,21 @@ def measure(benchmark, launch):
     benchmark.extra_info["host_us"] = median(times)
     benchmark.pedantic(launch, rounds=20, iterations=LAUNCHES)
     cuda.synchronize()
+    return median(times)
 
 
-def bench_prepared(benchmark, sequence):
+def bench_prepared(benchmark, recorder, sequence):
     (prepared,) = sequence.launches
-    measure(benchmark, lambda: prepared.launch(0))
+    us = measure(benchmark, lambda: prepared.launch(0))
+    recorder.kernel("launch", CASE, kernel="PreparedLaunch", us=us)
 
 
-def bench_sequence_of_one(benchmark, sequence):
-    measure(benchmark, lambda: sequence.launch(0))
+def bench_sequence_of_one(benchmark, recorder, sequence):
+    us = measure(benchmark, lambda: sequence.launch(0))
+    recorder.peer("launch", CASE, "LaunchSequence of one", us)
 
 
-def bench_cuda_core(benchmark, sequence):
+def bench_cuda_core(benchmark, recorder, sequence):
     from cuda.core import LEGACY_DEFAULT_STREAM, LaunchConfig, launch
 
     from numba_ddtree.launch import _slots
@@ -71,11 +84,12 @@ def bench_cuda_core(benchmark, sequence):
     config = LaunchConfig(grid=BATCH, block=ACCEPT_TREE.threads, shmem_size=8 * (BUDGET + 1))
     slots = [slot for argument in prepared.arguments for slot in _slots(argument)]
     code = prepared._loaded.code
-    measure(benchmark, lambda: launch(LEGACY_DEFAULT_STREAM, config, code, *slots))
+    us = measure(benchmark, lambda: launch(LEGACY_DEFAULT_STREAM, config, code, *slots))
+    recorder.peer("launch", CASE, "cuda.core.launch", us)
 
 
 @pytest.mark.parametrize("library", ["numba", "torch"])
-def bench_dispatcher(benchmark, sequence, library):
+def bench_dispatcher(benchmark, recorder, sequence, library):
     from numba_ddtree.cuda_target import cuda
 
     (prepared,) = sequence.launches
@@ -84,4 +98,5 @@ def bench_dispatcher(benchmark, sequence, library):
         torch = pytest.importorskip("torch")
         arguments = [a if isinstance(a, np.generic) else torch.as_tensor(a, device="cuda") for a in arguments]
     configured = ACCEPT_TREE._dispatcher[BATCH, ACCEPT_TREE.threads, 0, 8 * (BUDGET + 1)]
-    measure(benchmark, lambda: configured(*arguments))
+    us = measure(benchmark, lambda: configured(*arguments))
+    recorder.peer("launch", CASE, f"Numba's dispatcher, {library} arrays", us)

@@ -19,6 +19,12 @@ OPTIONS = {
     "top_k": {"temperature": 0.8, "top_k": 50},
     "top_p": {"temperature": 0.8, "top_p": 0.95},
 }
+TORCH = {
+    "best": "torch.argmax",
+    "draw": "torch softmax, argmax of quotients by exponential noise",
+    "top_k": "torch topk, then as draw",
+    "top_p": "torch sort and cumsum, then as draw",
+}
 
 pytestmark = pytest.mark.parametrize("choice", OPTIONS)
 
@@ -66,10 +72,7 @@ def bench_reference(peer_bench, choice):
     peer_bench("choose_tokens", case_of(choice), f"numpy reference, B={REFERENCE_BATCH}", call, rounds=1)
 
 
-def bench_torch(peer_bench, choice):
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch finds no device")
+def bench_torch(torch_bench, torch, choice):
     bits = torch.from_numpy(make_logits(1).view(np.int16)).cuda()
     logits = bits.view(torch.bfloat16).repeat(BATCH, 1, 1)
     options = OPTIONS[choice]
@@ -88,6 +91,5 @@ def bench_torch(peer_bench, choice):
                 is_out = masses.cumsum(-1) - masses >= options["top_p"]
                 scaled = torch.empty_like(scaled).scatter_(-1, order, values.masked_fill(is_out, -torch.inf))
             scaled.softmax(-1).div_(torch.empty_like(scaled).exponential_()).argmax(-1)
-        torch.cuda.synchronize()
 
-    peer_bench("choose_tokens", case_of(choice), "torch", call, rounds=5)
+    torch_bench("choose_tokens", case_of(choice), TORCH[choice], call)

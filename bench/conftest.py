@@ -24,9 +24,13 @@ from numba_ddtree.environment import driver_version
 TIMING = (
     "kernels: device time by CUDA-graph replays of 20 calls each, median of 20 replays; "
     "host_us: the whole call on the host with out=, without waiting, median of 50; "
-    "peers: wall time on the host, median"
+    "peers: wall time on the host, median, or where they say device, the device's time between events around "
+    "calls that were all enqueued before the first began, median of 10"
 )
 HOST_CALLS = 50
+PAUSE_CYCLES = 20_000_000  # of the device, 10 ms or so: longer than it takes to enqueue ENQUEUED calls
+ENQUEUED, PEER_REPEATS = 20, 10
+PEER_SECONDS = 0.05  # of a repeat, unless one call takes longer
 DEVICE_FAULT = find_device_fault()
 
 Case = dict[str, CaseValue]
@@ -68,6 +72,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._figures: dict[str, dict[tuple[tuple[str, CaseValue], ...], Figures]] = {}
+        self._timings: dict[str, str] = {}
 
     def _of(self, operation: str, case: Case) -> Figures:
         return self._figures.setdefault(operation, {}).setdefault(tuple(case.items()), Figures())
@@ -79,6 +84,10 @@ class Recorder:
     def peer(self, operation: str, case: Case, peer: str, us: float) -> None:
         """Keep a peer's time."""
         self._of(operation, case).peers[peer] = us
+
+    def timing(self, operation: str, how: str) -> None:
+        """Say how the times of an operation are taken, where it is not as `TIMING` says."""
+        self._timings[operation] = how
 
     def save(self, folder: Path, commit: str) -> None:
         """Write one file an operation that has a kernel's figures."""
@@ -92,7 +101,7 @@ class Recorder:
                     driver=driver_version(),
                     date=datetime.date.today(),
                     commit=commit,
-                    timing=TIMING,
+                    timing=self._timings.get(operation, TIMING),
                     rows=rows,
                 ).save(folder / f"{operation}.json")
 
@@ -123,10 +132,10 @@ class KernelBench:
 
     def __call__(
         self, operation: str, case: Case, kernel: str, call: Callable[[Any], object], **figures: Any
-    ) -> None:
-        """Time the call, and keep its times with `figures`.
+    ) -> float:
+        """Time the call, and keep its times with `figures`; return the device's, in microseconds.
 
-        Among them ``flops`` becomes ``tflops``, and ``bytes`` becomes ``gbps``.
+        Among the figures ``flops`` becomes ``tflops``, and ``bytes`` becomes ``gbps``.
         """
         from numba_ddtree.cuda_target import cuda
         from numba_ddtree.timing import device_us
@@ -146,6 +155,7 @@ class KernelBench:
             cuda.synchronize()
 
         self.benchmark.pedantic(call_and_wait, rounds=20, warmup_rounds=2)
+        return us
 
     @staticmethod
     def _host_us(call: Callable[[Any], object]) -> float:
@@ -163,14 +173,62 @@ def kernel_bench(benchmark: Any, recorder: Recorder) -> KernelBench:
 
 @pytest.fixture
 def peer_bench(benchmark: Any, recorder: Recorder) -> Callable[..., None]:
-    """Time a peer on the host, and keep the median."""
+    """Time a peer on the host, and keep the median; what is called once is not called before."""
 
     def run(operation: str, case: Case, peer: str, call: Callable[[], object], rounds: int = 20) -> None:
         benchmark.extra_info.update(case)
-        benchmark.pedantic(call, rounds=rounds, warmup_rounds=1)
+        benchmark.pedantic(call, rounds=rounds, warmup_rounds=min(rounds - 1, 1))
         recorder.peer(operation, case, peer, 1e6 * benchmark.stats.stats.median)
 
     return run
+
+
+@pytest.fixture
+def torch() -> Any:
+    """Return torch, if it finds a device."""
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("this torch finds no device")
+    return module
+
+
+@pytest.fixture
+def torch_bench(benchmark: Any, recorder: Recorder, torch: Any) -> Callable[..., None]:
+    """Time operations of torch that do not synchronise, on the device."""
+
+    def run(operation: str, case: Case, peer: str, call: Callable[[], object]) -> None:
+        us = torch_us(torch, call)
+        recorder.peer(operation, case, f"{peer} (device)", us)
+        benchmark.extra_info.update(device_us=us, **case)
+
+        def call_and_wait() -> None:
+            call()
+            torch.cuda.synchronize()
+
+        benchmark.pedantic(call_and_wait, rounds=5, warmup_rounds=1)
+
+    return run
+
+
+def torch_us(torch: Any, call: Callable[[], object]) -> float:
+    """Return the median device time of a call in microseconds, without the gaps that the host would leave."""
+    call()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    enqueued = max(1, min(ENQUEUED, int(PEER_SECONDS / (time.perf_counter() - started))))
+    times = []
+    for _ in range(PEER_REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(PAUSE_CYCLES)
+        start.record()
+        for _ in range(enqueued):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / enqueued)
+    return median(times)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Row:
     kernel : str
         What was measured.
     us : float
-        Its device time in microseconds.
+        Its time in microseconds: the device's, unless the results' `timing` says otherwise.
     peer, peer_us : str and float, optional
         What it is compared with, and the peer's time in microseconds, taken as the results' `timing` says;
         both or neither.
@@ -124,7 +124,7 @@ class Results:
     commit : str
         Git's hash of what was measured, with ``-dirty`` behind it if the tree had changes.
     timing : str
-        How device time was taken.
+        How times were taken.
     rows : sequence of Row
         The figures, at least one row.
 

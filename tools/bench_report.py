@@ -192,6 +192,7 @@ def _columns(rows: Sequence[Row]) -> list[_Column]:
     columns = [_parameter_column(name, rows) for name in parameters] + [
         _Column("kernel", lambda row: _escaped(row.kernel), is_text=True),
         _Column("µs", lambda row: _figure(row.us)),
+        _Column("host µs", lambda row: _figure(row.host_us)),
         _Column("peer", lambda row: _escaped(row.peer or ""), is_text=True),
         _Column("peer µs", lambda row: _figure(row.peer_us)),
         _Column("ratio", lambda row: _figure(row.ratio)),
