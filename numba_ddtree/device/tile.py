@@ -1,0 +1,438 @@
+"""Tiles in registers: small matrices that a warp holds together, and their products on tensor cores.
+
+A tile is a tuple in each lane, passed by value; the compiler keeps its elements in registers. With
+``g = lane // 4`` and ``t = lane % 4``, lane `lane` of the warp holds of
+
+* a 16 x 8 piece of an accumulator, four float32:
+  ``[g, 2t], [g, 2t + 1], [g + 8, 2t], [g + 8, 2t + 1]``;
+* a 16 x 16 piece of a left operand, four words of two 16-bit numbers each, the first in the low half:
+  ``[g, 2t:2t+2], [g + 8, 2t:2t+2], [g, 2t+8:2t+10], [g + 8, 2t+8:2t+10]``;
+* a 16 x 8 piece of a right operand, two words: ``[2t:2t+2, g], [2t+8:2t+10, g]``.
+
+(PTX ISA, "Matrix fragments for mma.m16n8k16".) Larger tiles are tuples of pieces: of an accumulator
+row by row, all 8 columns wide pieces of the first 16 rows first; of a left operand the pieces of 16
+rows from above; of a right operand the pieces of 8 columns from the left.
+
+In shared memory a matrix of 16-bit numbers lies in chunks of 64 columns. A row of a chunk is 128 bytes,
+eight units of 16; the unit u of row r is stored at place ``u ^ (r % 8)`` of its row, so that the eight
+rows of a column of units lie in different banks. ``ldmatrix`` reads such columns: each lane gives the
+address of one row's unit and gets its part of the fragment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba_ddtree.cuda_target import SIMULATED, device_function, uint32
+from numba_ddtree.device.warp import LANES
+
+ROW_BYTES = 128  # of a chunk
+UNIT_BYTES = 16
+PIECE_BYTES = 16 * ROW_BYTES  # sixteen rows of a chunk
+
+
+@device_function
+def unit_address(chunk, row, unit):  # type: ignore[no-untyped-def]
+    """Address (uint32) of a row's unit in a chunk, which begins at a multiple of 1024."""
+    inside = uint32(uint32(row) & uint32(7)) ^ uint32(unit)
+    return uint32(uint32(chunk) + uint32(row) * uint32(ROW_BYTES) + inside * uint32(UNIT_BYTES))
+
+
+@device_function
+def left_address(chunk, lane):  # type: ignore[no-untyped-def]
+    """Return where a lane reads a left operand's first 16 x 16 piece; see `load_left`."""
+    return unit_address(chunk, uint32(lane) & uint32(15), uint32(lane) >> uint32(4))
+
+
+@device_function
+def right_address(chunk, lane):  # type: ignore[no-untyped-def]
+    """Return where a lane reads a right operand stored by columns, a row of the chunk each."""
+    column = uint32(uint32(lane) & uint32(7)) + uint32(uint32(uint32(lane) >> uint32(4)) << uint32(3))
+    return unit_address(chunk, column, uint32(uint32(lane) >> uint32(3)) & uint32(1))
+
+
+if not SIMULATED:
+    from llvmlite import ir
+    from numba.core import types
+    from numba.cuda.extending import intrinsic
+
+    from numba_ddtree.device.ptx import FLOAT, VOID, WORD, array_of, assemble, elements_of
+
+    def _load_matrices(builder: Any, address: Any, offset: int, *, is_transposed: bool) -> list[Any]:
+        transposed = ".trans" if is_transposed else ""
+        code = f"ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
+        loaded = assemble(builder, ir.LiteralStructType([WORD] * 4), [address], code, "=r,=r,=r,=r,r")
+        return [builder.extract_value(loaded, index) for index in range(4)]
+
+    def make_row_load(pieces: int) -> Any:
+        """Make a load of operands whose pieces lie below each other: every 16 rows of one chunk."""
+
+        @intrinsic
+        def load(typing_context: Any, address: Any) -> Any:
+            """Words (uint32) of a tile: ``ldmatrix.sync.aligned.m8n8.x4.shared.b16``.
+
+            From `left_address` a left operand's pieces of 16 rows; from `right_address` a right operand's
+            pieces of 8 columns, two of them for each 16 rows of the chunk. The next 16 of the columns (of a
+            left operand) or rows (of a right one) are at ``address ^ 32``.
+            """
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                words = []
+                for piece in range(pieces):
+                    words += _load_matrices(builder, args[0], piece * PIECE_BYTES, is_transposed=False)
+                return array_of(builder, words)
+
+            return types.UniTuple(types.uint32, 4 * pieces)(types.uint32), generate
+
+        return load
+
+    def make_column_load(pieces: int) -> Any:
+        """Make a load of a right operand stored by rows, `pieces` times 16 columns of one chunk."""
+
+        @intrinsic
+        def load(typing_context: Any, address: Any) -> Any:
+            """Words (uint32) of a tile of 16 rows: ``ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16``.
+
+            From `left_address`; the next 16 rows are `PIECE_BYTES` further.
+            """
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                words = []
+                for piece in range(pieces):
+                    place = builder.xor(args[0], ir.Constant(WORD, piece * 2 * UNIT_BYTES))
+                    words += _load_matrices(builder, place, 0, is_transposed=True)
+                return array_of(builder, words)
+
+            return types.UniTuple(types.uint32, 4 * pieces)(types.uint32), generate
+
+        return load
+
+    def make_multiply(number: str) -> Any:
+        """Make the product of two tiles of 16-bit numbers, ``"bf16"`` or ``"f16"`` in PTX."""
+        code = (
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{number}.{number}.f32 "
+            "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
+        )
+        constraints = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 6)
+
+        @intrinsic
+        def multiply(typing_context: Any, total: Any, left: Any, right: Any) -> Any:
+            """``total + left @ right`` over 16 terms: ``mma.sync.aligned.m16n8k16``, once a piece.
+
+            `total` is float32 of 16 m x 8 n, `left` 16 m x 16, `right` 16 x 8 n.
+            """
+            rows, columns = left.count // 4, right.count // 2
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                totals, lefts, rights = (elements_of(builder, arg) for arg in args)
+                result = ir.LiteralStructType([FLOAT] * 4)
+                for row in range(rows):
+                    for column in range(columns):
+                        place = 4 * (row * columns + column)
+                        operands = [
+                            *totals[place : place + 4],
+                            *lefts[4 * row : 4 * row + 4],
+                            *rights[2 * column : 2 * column + 2],
+                        ]
+                        piece = assemble(builder, result, operands, code, constraints, is_pure=True)
+                        totals[place : place + 4] = [builder.extract_value(piece, i) for i in range(4)]
+                return array_of(builder, totals)
+
+            return total(total, left, right), generate
+
+        return multiply
+
+    def make_zeros(count: int) -> Any:
+        """Make a tile of zeros, float32."""
+
+        @intrinsic
+        def zeros(typing_context: Any) -> Any:
+            """Zeros, float32."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                return ir.Constant(ir.ArrayType(FLOAT, count), [ir.Constant(FLOAT, 0.0)] * count)
+
+            return types.UniTuple(types.float32, count)(), generate
+
+        return zeros
+
+    @intrinsic
+    def scale_rows(typing_context: Any, tile: Any, factors: Any) -> Any:
+        """Multiply each row of an accumulator by a factor: ``mul.rn.f32``.
+
+        `factors` are two float32 for each 16 rows: for the lane's row g and for its row g + 8.
+        """
+        width = 4 * tile.count // (2 * factors.count)  # float32 of 16 rows
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            elements, factors = (elements_of(builder, arg) for arg in args)
+            scaled = [
+                assemble(
+                    builder,
+                    FLOAT,
+                    [element, factors[2 * (index // width) + index % 4 // 2]],
+                    "mul.rn.f32 $0, $1, $2;",
+                    "=f,f,f",
+                    is_pure=True,
+                )
+                for index, element in enumerate(elements)
+            ]
+            return array_of(builder, scaled)
+
+        return tile(tile, factors), generate
+
+    def make_pack(number: str) -> Any:
+        """Make the rounding of two float32 to 16 bits, ``"bf16x2"`` or ``"f16x2"`` in PTX."""
+
+        @intrinsic
+        def pack(typing_context: Any, low: Any, high: Any) -> Any:
+            """Word of two 16-bit numbers, rounded to nearest: ``cvt.rn.bf16x2.f32``, ``cvt.rn.f16x2.f32``."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                code = f"cvt.rn.{number}.f32 $0, $2, $1;"
+                return assemble(builder, WORD, args, code, "=r,f,f", is_pure=True)
+
+            return types.uint32(types.float32, types.float32), generate
+
+        return pack
+
+    @intrinsic
+    def lower_half(typing_context: Any, tile: Any) -> Any:
+        """First half of a tuple."""
+        return _part(tile, 0)
+
+    @intrinsic
+    def upper_half(typing_context: Any, tile: Any) -> Any:
+        """Second half of a tuple."""
+        return _part(tile, tile.count // 2)
+
+    def _part(tile: Any, first: int) -> Any:
+        count = tile.count // 2
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return array_of(builder, elements_of(builder, args[0])[first : first + count])
+
+        return types.UniTuple(tile.dtype, count)(tile), generate
+
+    def _by_rows(instruction: str, elements: list[Any], builder: Any) -> list[Any]:
+        """Reduce a 16 rows tall tile's elements in the lane's two rows, from the left."""
+        results = []
+        for row in range(2):
+            own = [element for index, element in enumerate(elements) if index % 4 // 2 == row]
+            result = own[0]
+            for element in own[1:]:
+                code = f"{instruction} $0, $1, $2;"
+                result = assemble(builder, FLOAT, [result, element], code, "=f,f,f", is_pure=True)
+            results.append(result)
+        return results
+
+    @intrinsic
+    def row_maxima(typing_context: Any, tile: Any) -> Any:
+        """Largest element of the lane's part of rows g and g + 8 of a 16 rows tall tile: ``max.f32``."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return array_of(builder, _by_rows("max.f32", elements_of(builder, args[0]), builder))
+
+        return types.UniTuple(types.float32, 2)(tile), generate
+
+    @intrinsic
+    def row_sums(typing_context: Any, tile: Any) -> Any:
+        """Sum of the lane's part of rows g and g + 8 of a 16 rows tall tile: ``add.rn.f32``."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return array_of(builder, _by_rows("add.rn.f32", elements_of(builder, args[0]), builder))
+
+        return types.UniTuple(types.float32, 2)(tile), generate
+
+    @intrinsic
+    def add_tiles(typing_context: Any, left: Any, right: Any) -> Any:
+        """Sum of two accumulators: ``add.rn.f32``."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            lefts, rights = (elements_of(builder, arg) for arg in args)
+            sums = [
+                assemble(builder, FLOAT, list(pair), "add.rn.f32 $0, $1, $2;", "=f,f,f", is_pure=True)
+                for pair in zip(lefts, rights, strict=True)
+            ]
+            return array_of(builder, sums)
+
+        return left(left, right), generate
+
+    @intrinsic
+    def scale_columns_within(
+        typing_context: Any, tile: Any, factor: Any, first: Any, begin: Any, ends: Any
+    ) -> Any:
+        """Scale a 16 rows tall tile, and put -inf outside of columns `begin` to `end` - 1: ``mul.rn.f32``.
+
+        `first` (int32) is the number of the lane's first column; `ends` are two int32, of rows g and g + 8.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            elements = elements_of(builder, args[0])
+            factor, first, begin = args[1:4]
+            ends = elements_of(builder, args[4])
+            nothing = ir.Constant(FLOAT, float("-inf"))
+            scaled = []
+            for index, element in enumerate(elements):
+                column = builder.add(first, ir.Constant(WORD, index // 4 * 8 + index % 2))
+                is_within = builder.and_(
+                    builder.icmp_signed(">=", column, begin),
+                    builder.icmp_signed("<", column, ends[index % 4 // 2]),
+                )
+                value = assemble(
+                    builder, FLOAT, [element, factor], "mul.rn.f32 $0, $1, $2;", "=f,f,f", is_pure=True
+                )
+                scaled.append(builder.select(is_within, value, nothing))
+            return array_of(builder, scaled)
+
+        pair = types.UniTuple(types.int32, 2)
+        return tile(tile, types.float32, types.int32, types.int32, pair), generate
+
+    @intrinsic
+    def exp2_below(typing_context: Any, tile: Any, maxima: Any) -> Any:
+        """2 to the power of each element less its row's maximum: ``sub.rn.f32``, ``ex2.approx.ftz.f32``.
+
+        Of a 16 rows tall tile; `maxima` are two float32, of rows g and g + 8.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            elements, maxima = (elements_of(builder, arg) for arg in args)
+            code = "{ .reg .f32 d; sub.rn.f32 d, $1, $2; ex2.approx.ftz.f32 $0, d; }"
+            powers = [
+                assemble(builder, FLOAT, [element, maxima[index % 4 // 2]], code, "=f,f,f", is_pure=True)
+                for index, element in enumerate(elements)
+            ]
+            return array_of(builder, powers)
+
+        return tile(tile, maxima), generate
+
+    def make_row_store(number: str) -> Any:
+        """Make the store of a 16 rows tall accumulator as 16-bit numbers, ``"bf16x2"`` or ``"f16x2"``."""
+
+        @intrinsic
+        def store(typing_context: Any, address: Any, tile: Any) -> Any:
+            """Round a tile and write it to a chunk: ``cvt.rn``, ``st.shared.b32``.
+
+            `address` is `unit_address` of the lane's row g and the tile's first unit, and 4 t more.
+            """
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements = elements_of(builder, args[1])
+                code = f"cvt.rn.{number}.f32 $0, $2, $1;"
+                for index in range(0, len(elements), 2):
+                    pair = elements[index : index + 2]
+                    word = assemble(builder, WORD, pair, code, "=r,f,f", is_pure=True)
+                    place = builder.xor(args[0], ir.Constant(WORD, index // 4 * UNIT_BYTES))
+                    below = index % 4 // 2 * 8 * ROW_BYTES
+                    assemble(builder, VOID, [place, word], f"st.shared.b32 [$0+{below}], $1;", "r,r")
+                return context.get_dummy_value()
+
+            return types.void(types.uint32, tile), generate
+
+        return store
+
+    @intrinsic
+    def store_lanes(typing_context: Any, address: Any, tile: Any) -> Any:
+        """Write a tile to shared memory, four elements of each lane side by side: ``st.shared.v4.f32``.
+
+        `address` is the lane's own, 16 bytes after the lane before; fours of elements are 512 bytes apart.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            elements = elements_of(builder, args[1])
+            for index in range(0, len(elements), 4):
+                code = f"st.shared.v4.f32 [$0+{index * LANES}], {{$1, $2, $3, $4}};"
+                assemble(builder, VOID, [args[0], *elements[index : index + 4]], code, "r,f,f,f,f")
+            return context.get_dummy_value()
+
+        return types.void(types.uint32, tile), generate
+
+    def make_lane_load(count: int) -> Any:
+        """Make the load of a tile of `count` elements a lane that `store_lanes` wrote."""
+
+        @intrinsic
+        def load(typing_context: Any, address: Any) -> Any:
+            """Read a tile from shared memory: ``ld.shared.v4.f32``; see `store_lanes`."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements: list[Any] = []
+                for index in range(0, count, 4):
+                    code = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{index * LANES}];"
+                    result = ir.LiteralStructType([FLOAT] * 4)
+                    loaded = assemble(builder, result, [args[0]], code, "=f,=f,=f,=f,r")
+                    elements += [builder.extract_value(loaded, part) for part in range(4)]
+                return array_of(builder, elements)
+
+            return types.UniTuple(types.float32, count)(types.uint32), generate
+
+        return load
+
+    def make_row_part(row: int, columns: int) -> Any:
+        """Make the choice of one of a lane's rows of an accumulator `columns` times 8 wide.
+
+        Rows are counted as the lane has them: g, g + 8, g + 16 and so on.
+        """
+
+        @intrinsic
+        def row_part(typing_context: Any, tile: Any) -> Any:
+            """Pairs of neighbouring elements of a row, every 8 columns one."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements = elements_of(builder, args[0])
+                first = row // 2 * 4 * columns + row % 2 * 2
+                return array_of(
+                    builder,
+                    [elements[first + 4 * column + side] for column in range(columns) for side in (0, 1)],
+                )
+
+            return types.UniTuple(types.float32, 2 * columns)(tile), generate
+
+        return row_part
+
+    @intrinsic
+    def store_row_floats(typing_context: Any, address: Any, row: Any) -> Any:
+        """Write a lane's pairs of a row as float32, every 8 columns one: ``st.global.v2.f32``."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            elements = elements_of(builder, args[1])
+            for index in range(0, len(elements), 2):
+                code = f"st.global.v2.f32 [$0+{index // 2 * 32}], {{$1, $2}};"
+                assemble(builder, VOID, [args[0], *elements[index : index + 2]], code, "l,f,f")
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, row), generate
+
+    def make_row_word_store(number: str) -> Any:
+        """Make the store of a row's pairs as 16-bit numbers, ``"bf16x2"`` or ``"f16x2"`` in PTX."""
+
+        @intrinsic
+        def store(typing_context: Any, address: Any, row: Any) -> Any:
+            """Write a lane's pairs of a row, rounded, every 8 columns one: ``cvt.rn``, ``st.global.b32``."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements = elements_of(builder, args[1])
+                for index in range(0, len(elements), 2):
+                    pair = elements[index : index + 2]
+                    code = f"cvt.rn.{number}.f32 $0, $2, $1;"
+                    word = assemble(builder, WORD, pair, code, "=r,f,f", is_pure=True)
+                    code = f"st.global.b32 [$0+{index // 2 * 16}], $1;"
+                    assemble(builder, VOID, [args[0], word], code, "l,r")
+                return context.get_dummy_value()
+
+            return types.void(types.uint64, row), generate
+
+        return store
+
+    @intrinsic
+    def without_negative_zeros(typing_context: Any, tile: Any) -> Any:
+        """Turn -0 into 0: ``add.rn.f32``."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            code = "add.rn.f32 $0, $1, 0f00000000;"
+            sums = [
+                assemble(builder, FLOAT, [element], code, "=f,f", is_pure=True)
+                for element in elements_of(builder, args[0])
+            ]
+            return array_of(builder, sums)
+
+        return tile(tile), generate

@@ -1,0 +1,635 @@
+"""Tree attention on tensor cores by `mma.sync`, for every GPU since Ampere.
+
+A block of threads computes one item at a time: 64 query rows, nodes times heads of one request, against
+one split of their keys. The rows' queries stay in shared memory, and blocks of 64 keys pass through two
+buffers, the next one loading while one is worked on. A key's latent row is its value too, so that a
+block is read from global memory once.
+
+What a block of keys takes, with barriers of the whole block of threads between:
+
+1. scores: a warp has 32 rows x 32 keys, over one half of each 64 columns; two warps then exchange halves
+   of their sums, and each has 16 rows x 32 keys. (Splitting the sums halves what is read of shared memory,
+   the bottleneck: 295 KB a block instead of 442.)
+2. the rows' new maxima, over the two warps that share rows;
+3. probabilities, rounded to 16 bits, to shared memory; sums of the unrounded ones stay with their lanes;
+4. outputs: a warp has 64 rows x 64 columns, which it rescales, and adds probabilities times values.
+
+First come the blocks that lie in the prefix, which all rows see. Then, for each node of the tile, come the
+blocks, one or two, that hold the rest of the prefix and the node's own path, each key in the slot of its
+position, gathered from the tree's rows of the cache. Only the node's own rows take part: for the others the
+maximum stays, the scale is 1 and probabilities are 0. Everything is done by the same instructions in the
+same order for every block, wherever its keys come from, so that a row's result has the same bits whatever
+else is in its tile: whether a key is in the tree or, decoding without one, in the prefix.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, float32, int32, int64, uint32, uint64
+from numba_ddtree.device.memory import store_flat
+from numba_ddtree.devices import multiprocessors
+from numba_ddtree.launch import Kernel, block_threads
+from numba_ddtree.transfer import Transfer
+from numba_ddtree.tree_attention.key_rows import (
+    ABSENT,
+    KEY_SIGNATURE,
+    Keys,
+    key_arguments,
+    path_length,
+    path_slot,
+    row_addresses,
+)
+from numba_ddtree.tree_attention.outputs import output_form
+from numba_ddtree.tree_attention.split_items import (
+    TREE_SIGNATURE,
+    WAVE_SIGNATURE,
+    Tree,
+    Wave,
+    find_item,
+    most_keys,
+    prefix_of,
+    split_length,
+    splits_of,
+    tiles_of_request,
+    tree_arguments,
+    waves,
+)
+from numba_ddtree.tree_attention.split_merge import launch_merge
+from numba_ddtree.tree_attention.work import KEY_BLOCK, LATENT, TILE_ROWS, SplitPlan, Work
+
+if not SIMULATED:
+    from numba_ddtree.device.ptx import (
+        address_of,
+        close_copies,
+        copy_async,
+        exp2,
+        larger_of,
+        multiply_add,
+        named_barrier,
+        shared_address_of,
+        sum_of,
+        wait_for_copies,
+    )
+    from numba_ddtree.device.tile import (
+        add_tiles,
+        exp2_below,
+        left_address,
+        lower_half,
+        make_column_load,
+        make_lane_load,
+        make_multiply,
+        make_row_load,
+        make_row_part,
+        make_row_store,
+        make_zeros,
+        right_address,
+        row_maxima,
+        row_sums,
+        scale_columns_within,
+        scale_rows,
+        store_lanes,
+        store_row_floats,
+        unit_address,
+        upper_half,
+    )
+    from numba_ddtree.tree_attention.outputs import natural_log_sum, normaliser, store_row
+
+    row_part_0, row_part_1, row_part_2, row_part_3, row_part_4, row_part_5, row_part_6, row_part_7 = (
+        make_row_part(row, 8) for row in range(8)
+    )
+
+THREADS = block_threads(256)
+CHUNK_BYTES = 64 * 128  # 64 rows of 64 columns
+CHUNKS = 9  # eight of the latent part, one of the rotary part
+BLOCK_BYTES = CHUNKS * CHUNK_BYTES
+QUERIES_AT = 0
+KEYS_AT = BLOCK_BYTES
+WEIGHTS_AT = KEYS_AT + 2 * BLOCK_BYTES  # probabilities; before them, halves of sums on their way
+STATE_AT = WEIGHTS_AT + CHUNK_BYTES
+ALIGNMENT = 128
+# Words of a block's state: of each row the maxima, later the sums, of two halves of a block's keys, what
+# its output is scaled by, and how many keys it sees; whether a page was none.
+MAXIMA, FACTORS, SEEN, FAULT = 0, 2 * TILE_ROWS, 3 * TILE_ROWS, 4 * TILE_ROWS
+STATE_WORDS = 4 * TILE_ROWS + 4
+SHARED_BYTES = ALIGNMENT + STATE_AT + 4 * STATE_WORDS
+PAIR_THREADS = 64
+LOG2_E = 1.4426950408889634
+
+
+class Place(NamedTuple):
+    """Where a thread's part of each step is: addresses in shared memory and numbers of rows and keys."""
+
+    thread: Any
+    lane: Any
+    warp: Any
+    half: Any  # of each 64 columns, that the warp sums over; of its 32 rows, that it keeps
+    keys: Any  # first of the 32 keys that the warp has scores of
+    row: Any  # first of the two rows that the lane has scores of; the other is 8 further
+    queries: Any
+    buffers: Any
+    weights: Any
+
+
+@device_routine
+def place_of_thread(base):  # type: ignore[no-untyped-def]
+    """Return a thread's `Place` in shared memory from `base` on."""
+    thread = uint32(cuda.threadIdx.x)
+    lane = uint32(thread & uint32(31))
+    warp = uint32(thread >> uint32(5))
+    half = uint32(warp & uint32(1))
+    keys = uint32(uint32(uint32(warp >> uint32(1)) & uint32(1)) << uint32(5))
+    rows = uint32(uint32(warp >> uint32(2)) << uint32(5))
+    row = uint32(rows + uint32(half << uint32(4)) + uint32(lane >> uint32(2)))
+    return Place(
+        thread,
+        lane,
+        warp,
+        half,
+        keys,
+        row,
+        uint32(base + uint32(QUERIES_AT)),
+        uint32(base + uint32(KEYS_AT)),
+        uint32(base + uint32(WEIGHTS_AT)),
+    )
+
+
+@device_routine
+def load_row(buffer, row, unit, latent, rotary):  # type: ignore[no-untyped-def]
+    """Begin to copy one unit of each chunk of a row; zeros for a row that is `ABSENT`.
+
+    The addresses of a row that is there are those of its two parts.
+    """
+    size = uint32(0) if latent == ABSENT else uint32(16)
+    place = unit_address(buffer, row, unit)
+    offset = uint64(unit << uint32(4))
+    for chunk in range(uint32(CHUNKS - 1)):
+        source = uint64(latent + offset + uint64(uint32(chunk) * uint32(128)))
+        copy_async(uint32(place + uint32(chunk) * uint32(CHUNK_BYTES)), source, size)
+    copy_async(uint32(place + uint32((CHUNKS - 1) * CHUNK_BYTES)), uint64(rotary + offset), size)
+
+
+@device_routine
+def load_queries(place, q_nope, nope_stride, q_pe, pe_stride, first, count):  # type: ignore[no-untyped-def]
+    """Begin to copy a tile's queries, from row `first` of all on; zeros from the tile's row `count` on."""
+    unit = uint32(place.thread & uint32(7))
+    for step in range(uint32(2)):
+        row = uint32(uint32(place.thread >> uint32(3)) + uint32(step) * uint32(32))
+        latent, rotary = ABSENT, ABSENT
+        if row < count:
+            latent = uint64(q_nope + uint64(int64(first + int64(row)) * nope_stride))
+            rotary = uint64(q_pe + uint64(int64(first + int64(row)) * pe_stride))
+        load_row(place.queries, row, unit, latent, rotary)
+
+
+@device_routine
+def load_block(place, keys, tree, item, block, node, seen, buffer, s_state):  # type: ignore[no-untyped-def]
+    """Begin to copy a block of keys; of the tree's keys those on the path of `node`, which sees `seen` keys.
+
+    In the prefix, `node` and `seen` do not matter.
+    """
+    unit = uint32(place.thread & uint32(7))
+    for step in range(uint32(2)):
+        row = uint32(uint32(place.thread >> uint32(3)) + uint32(step) * uint32(32))
+        position = int32(block * int32(KEY_BLOCK) + int32(row))
+        latent, rotary = ABSENT, ABSENT
+        logical = position
+        if position >= item.prefix:
+            logical = int32(-1)
+            if position < seen:
+                slot = path_slot(tree.ancestor_bits, item.request, node, int32(position - item.prefix))
+                logical = int32(item.prefix + slot)
+        if logical >= 0:
+            latent, rotary = row_addresses(keys, item.request, logical)
+            if latent == ABSENT:
+                s_state[FAULT] = 1
+        load_row(buffer, row, unit, latent, rotary)
+
+
+class Item(NamedTuple):
+    """An item of work, int32: rows `first_row` to ``first_row + rows - 1`` of a request against a split.
+
+    `first_seen` is the first key that rows see: 0, or the prefix length where the tree alone is seen.
+    """
+
+    request: Any
+    split: Any
+    first_row: Any
+    rows: Any
+    prefix: Any
+    first_seen: Any
+    begin: Any  # first block of the split
+    end: Any  # block after its last one
+
+
+@device_routine
+def count_keys(place, tree, item, s_seen):  # type: ignore[no-untyped-def]
+    """Write how many keys each row of the tile sees, 0 for the rows after the last."""
+    if place.thread < uint32(TILE_ROWS):
+        seen = int32(0)
+        if int32(place.thread) < item.rows:
+            node = uint32(uint32(item.first_row) + place.thread) // uint32(tree.heads)
+            seen = int32(item.prefix + path_length(tree.ancestor_bits, item.request, node))
+        s_seen[place.thread] = seen
+
+
+@device_routine
+def following(item, tree, s_seen, block, node):  # type: ignore[no-untyped-def]
+    """Block and node after a block and a node, -1 in the prefix; the block is -1 after the last one.
+
+    Path blocks come node by node, those within the split alone.
+    """
+    block = int32(block + 1)
+    first_path_block = int32(item.prefix // int32(KEY_BLOCK))
+    last_node = int32(uint32(item.first_row + item.rows - int32(1)) // uint32(tree.heads))
+    if node < 0:
+        if block < min(item.end, first_path_block):
+            return block, node
+        node = int32(uint32(item.first_row) // uint32(tree.heads))
+        block = int32(max(first_path_block, item.begin))
+    while node <= last_node:
+        if block < item.end and block * int32(KEY_BLOCK) < seen_by(item, tree, s_seen, node):
+            return block, node
+        node = int32(node + 1)
+        block = int32(max(first_path_block, item.begin))
+    return int32(-1), node
+
+
+@device_routine
+def seen_by(item, tree, s_seen, node):  # type: ignore[no-untyped-def]
+    """Keys (int32) that a node of the tile sees; none in the prefix's blocks, where -1 stands for it."""
+    if node < 0:
+        return int32(0)
+    return int32(s_seen[uint32(max(int32(0), int32(node * int32(tree.heads) - item.first_row)))])
+
+
+@device_routine
+def row_end(place, item, tree, s_seen, block, node, row):  # type: ignore[no-untyped-def]
+    """Column (int32) of a block after the last one that a row sees; 0 for a row that takes no part."""
+    owner = int32(uint32(uint32(item.first_row) + row) // uint32(tree.heads))
+    end = int32(s_seen[row] - block * int32(KEY_BLOCK))
+    return end if node < 0 or owner == node else int32(0)
+
+
+@device_routine
+def store_tile_row(  # type: ignore[no-untyped-def]
+    place, item, length, s_seen, s_maxima, s_factors, pairs, within, partials, partial_sums, wave_row,
+    out, lse, first, form,
+):  # fmt: skip
+    """Write a lane's part of row `within` of the tile, which has its pairs of 64 columns."""
+    if int32(within) >= item.rows:
+        return
+    column = int64(uint32(place.warp * uint32(64)) + uint32(uint32(place.lane & uint32(3)) << uint32(1)))
+    row = int64(first + int64(within))
+    splits = splits_of(s_seen[within], length)
+    total = sum_of(s_maxima[within], s_maxima[uint32(within + uint32(TILE_ROWS))])
+    is_first = column == int64(0)
+    if splits == 1:
+        store_row(out, row * int64(LATENT) + column, pairs, form)
+        if is_first:
+            store_flat(lse, row, natural_log_sum(s_factors[within], total))
+    elif item.split < splits:
+        partial = int64(int64(item.split) * int64(partials.shape[1]) + wave_row + int64(within))
+        target = uint64(address_of(partials) + uint64((partial * int64(LATENT) + column) * int64(4)))
+        store_row_floats(target, pairs)
+        if is_first:
+            store_flat(partial_sums, int64(2) * partial, s_factors[within])
+            store_flat(partial_sums, int64(2) * partial + int64(1), total)
+
+
+@device_routine
+def row_factor(length, s_seen, s_maxima, within):  # type: ignore[no-untyped-def]
+    """Return what a row's output is to be multiplied by before it is written."""
+    total = sum_of(s_maxima[within], s_maxima[uint32(within + uint32(TILE_ROWS))])
+    return normaliser(total) if splits_of(s_seen[within], length) == 1 else float32(1)
+
+
+@device_routine
+def store_outputs(  # type: ignore[no-untyped-def]
+    place, item, length, s_seen, s_maxima, s_factors, output, partials, partial_sums, wave_row, out, lse,
+    first, form,
+):  # fmt: skip
+    """Write a warp's 64 rows x 64 columns: rows of one split as they are to be, others to be merged."""
+    row = uint32(place.lane >> uint32(2))
+    output = scale_rows(
+        output,
+        (
+            row_factor(length, s_seen, s_maxima, uint32(row + uint32(0))),
+            row_factor(length, s_seen, s_maxima, uint32(row + uint32(8))),
+            row_factor(length, s_seen, s_maxima, uint32(row + uint32(16))),
+            row_factor(length, s_seen, s_maxima, uint32(row + uint32(24))),
+            row_factor(length, s_seen, s_maxima, uint32(row + uint32(32))),
+            row_factor(length, s_seen, s_maxima, uint32(row + uint32(40))),
+            row_factor(length, s_seen, s_maxima, uint32(row + uint32(48))),
+            row_factor(length, s_seen, s_maxima, uint32(row + uint32(56))),
+        ),
+    )
+    store_tile_row(
+        place, item, length, s_seen, s_maxima, s_factors, row_part_0(output), uint32(row + uint32(0)),
+        partials, partial_sums, wave_row, out, lse, first, form,
+    )  # fmt: skip
+    store_tile_row(
+        place, item, length, s_seen, s_maxima, s_factors, row_part_1(output), uint32(row + uint32(8)),
+        partials, partial_sums, wave_row, out, lse, first, form,
+    )  # fmt: skip
+    store_tile_row(
+        place, item, length, s_seen, s_maxima, s_factors, row_part_2(output), uint32(row + uint32(16)),
+        partials, partial_sums, wave_row, out, lse, first, form,
+    )  # fmt: skip
+    store_tile_row(
+        place, item, length, s_seen, s_maxima, s_factors, row_part_3(output), uint32(row + uint32(24)),
+        partials, partial_sums, wave_row, out, lse, first, form,
+    )  # fmt: skip
+    store_tile_row(
+        place, item, length, s_seen, s_maxima, s_factors, row_part_4(output), uint32(row + uint32(32)),
+        partials, partial_sums, wave_row, out, lse, first, form,
+    )  # fmt: skip
+    store_tile_row(
+        place, item, length, s_seen, s_maxima, s_factors, row_part_5(output), uint32(row + uint32(40)),
+        partials, partial_sums, wave_row, out, lse, first, form,
+    )  # fmt: skip
+    store_tile_row(
+        place, item, length, s_seen, s_maxima, s_factors, row_part_6(output), uint32(row + uint32(48)),
+        partials, partial_sums, wave_row, out, lse, first, form,
+    )  # fmt: skip
+    store_tile_row(
+        place, item, length, s_seen, s_maxima, s_factors, row_part_7(output), uint32(row + uint32(56)),
+        partials, partial_sums, wave_row, out, lse, first, form,
+    )  # fmt: skip
+
+
+def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
+    """Make the kernel for one kind of 16-bit numbers, ``"bf16"`` or ``"f16"`` in PTX."""
+    if SIMULATED:
+        return lambda: None  # tensor cores are not simulated
+
+    multiply = make_multiply(number)
+    store_weights = make_row_store(f"{number}x2")
+    load_operands = make_row_load(2)
+    load_weights = make_row_load(4)
+    load_values = make_column_load(4)
+    load_half = make_lane_load(16)
+    no_scores = make_zeros(32)
+    no_output = make_zeros(128)
+
+    @device_routine
+    def scores_of(place, buffer):  # type: ignore[no-untyped-def]
+        """Products of queries and keys: 16 rows x 32 keys, summed over all columns; see `Place`."""
+        rows = uint32(uint32(place.warp >> uint32(2)) * uint32(32 * 128))
+        chosen = uint32(place.half * uint32(64))
+        left = left_address(uint32(place.queries + rows), place.lane) ^ chosen
+        right = right_address(uint32(buffer + uint32(place.keys * uint32(128))), place.lane) ^ chosen
+        scores = no_scores()
+        queries, keys = load_operands(left), load_operands(right)
+        for chunk in range(uint32(CHUNKS)):
+            more_queries = load_operands(uint32(left ^ uint32(32)))
+            more_keys = load_operands(uint32(right ^ uint32(32)))
+            scores = multiply(scores, queries, keys)
+            step = uint32(CHUNK_BYTES) if uint32(chunk) < uint32(CHUNKS - 1) else uint32(0)
+            left, right = uint32(left + step), uint32(right + step)
+            queries, keys = load_operands(left), load_operands(right)
+            scores = multiply(scores, more_queries, more_keys)
+        # The two warps of a pair have the same rows and keys, and each keeps half of the rows.
+        pair = uint32(place.warp >> uint32(1))
+        exchanged = uint32(place.weights + uint32(pair * uint32(2048)) + uint32(place.lane * uint32(16)))
+        own = lower_half(scores)
+        if place.half == uint32(0):
+            store_lanes(exchanged, upper_half(scores))
+        named_barrier(uint32(pair + uint32(1)), uint32(PAIR_THREADS))
+        if place.half == uint32(1):
+            own = add_tiles(upper_half(scores), load_half(exchanged))
+            store_lanes(exchanged, lower_half(scores))
+        named_barrier(uint32(pair + uint32(1)), uint32(PAIR_THREADS))
+        if place.half == uint32(0):
+            own = add_tiles(own, load_half(exchanged))
+        return own
+
+    @device_routine
+    def add_values(place, buffer, s_factors, output):  # type: ignore[no-untyped-def]
+        """Scale the outputs, and add probabilities times values: 64 rows x 64 columns a warp."""
+        row = uint32(place.lane >> uint32(2))
+        output = scale_rows(
+            output,
+            (
+                s_factors[row],
+                s_factors[uint32(row + uint32(8))],
+                s_factors[uint32(row + uint32(16))],
+                s_factors[uint32(row + uint32(24))],
+                s_factors[uint32(row + uint32(32))],
+                s_factors[uint32(row + uint32(40))],
+                s_factors[uint32(row + uint32(48))],
+                s_factors[uint32(row + uint32(56))],
+            ),
+        )
+        left = left_address(place.weights, place.lane)
+        chunk = uint32(buffer + uint32(place.warp * uint32(CHUNK_BYTES)))
+        right = left_address(chunk, place.lane)
+        output = multiply(output, load_weights(left), load_values(right))
+        left, right = uint32(left ^ uint32(32)), uint32(right + uint32(2048))
+        output = multiply(output, load_weights(left), load_values(right))
+        left, right = uint32(left ^ uint32(96)), uint32(right + uint32(2048))
+        output = multiply(output, load_weights(left), load_values(right))
+        left, right = uint32(left ^ uint32(32)), uint32(right + uint32(2048))
+        return multiply(output, load_weights(left), load_values(right))
+
+    def tensor_cores_kernel(  # type: ignore[no-untyped-def]
+        q_nope,  # uint64: address of the rows [B * N * H, LATENT]
+        nope_stride,  # int64: bytes from row to row
+        q_pe,  # uint64: address of the rows [B * N * H, ROPE]
+        pe_stride,  # int64
+        ckv,  # to max_keys as `Keys`, `Tree` and `Wave` have them
+        ckv_stride,
+        ckv_page_stride,
+        kpe,
+        kpe_stride,
+        kpe_page_stride,
+        page_size,
+        num_pages,
+        page_table,
+        page_starts,
+        table_stride,
+        ancestor_bits,
+        num_nodes,
+        prefix_lengths,
+        max_path,
+        heads,
+        first_tile,
+        tiles,
+        workers,
+        split_blocks,
+        max_splits,
+        max_keys,  # int32
+        sees_prefix,  # int32: whether nodes see the prefix
+        scale,  # float32: of the scores, to base 2
+        partials,  # float32 [splits, rows, LATENT]
+        partial_sums,  # float32 [splits, rows, 2]
+        out,  # uint64: address of the output, [B, N, H, LATENT]
+        lse,  # float32 [B, N, H]
+        form,  # int32: of the output
+    ):
+        keys = Keys(
+            ckv, ckv_stride, ckv_page_stride, kpe, kpe_stride, kpe_page_stride, page_size, num_pages,
+            page_table, page_starts, table_stride,
+        )  # fmt: skip
+        tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads)
+        wave = Wave(first_tile, tiles, workers, split_blocks, max_splits)
+        s_words = cuda.shared.array(0, int32)
+        s_floats = cuda.shared.array(0, float32)
+        raw = shared_address_of(s_words)
+        base = uint32(uint32(raw + uint32(ALIGNMENT - 1)) & uint32(~(ALIGNMENT - 1) & 0xFFFFFFFF))
+        state_at = uint32(uint32(base - raw + uint32(STATE_AT)) >> uint32(2))
+        s_state = s_words[state_at:]
+        s_seen = s_words[uint32(state_at + uint32(SEEN)) :]
+        s_maxima = s_floats[uint32(state_at + uint32(MAXIMA)) :]
+        s_factors = s_floats[uint32(state_at + uint32(FACTORS)) :]
+        place = place_of_thread(base)
+        quad = uint32(place.lane & uint32(3))
+        half_keys = uint32(place.keys << uint32(1))  # where the warp's half of the maxima begins
+        other_half = uint32(half_keys ^ uint32(TILE_ROWS))
+        below = uint32(place.row + uint32(8))
+        length = split_length(tree, keys, wave, max_keys)
+        request_rows = int64(ancestor_bits.shape[1]) * int64(heads)
+        index = int32(cuda.blockIdx.x)
+        while True:
+            request, tile, split = find_item(tree, keys, wave, length, max_keys, index)
+            if request < 0:
+                return
+            index = int32(index + workers)
+            prefix = prefix_of(tree, request)
+            first_row = int32(tile * int32(TILE_ROWS))
+            rows = int32(min(int32(TILE_ROWS), int32(num_nodes[uint32(request)] * heads - first_row)))
+            begin = int32(split * length)
+            item = Item(
+                request, split, first_row, rows, prefix, int32(0) if sees_prefix else prefix, begin,
+                int32(min(int64(begin) + int64(length), int64(1 << 26))),
+            )  # fmt: skip
+            first = int64(request) * request_rows + int64(first_row)
+            cuda.syncthreads()  # of the item before, all is read
+            count_keys(place, tree, item, s_seen)
+            if place.thread == uint32(0):
+                s_state[FAULT] = 0
+            load_queries(place, q_nope, nope_stride, q_pe, pe_stride, first, uint32(rows))
+            cuda.syncthreads()
+            start = begin if sees_prefix else int32(max(begin, int32(prefix // int32(KEY_BLOCK))))
+            block, node = following(item, tree, s_seen, int32(start - 1), int32(-1))
+            buffer = place.buffers
+            spare = uint32(buffer + uint32(BLOCK_BYTES))
+            if block >= 0:
+                load_block(
+                    place, keys, tree, item, block, node, seen_by(item, tree, s_seen, node), buffer, s_state
+                )
+            close_copies()
+            output = no_output()
+            maximum_0, maximum_1 = float32(-np.inf), float32(-np.inf)
+            sum_0, sum_1 = float32(0), float32(0)
+            while block >= 0:
+                next_block, next_node = following(item, tree, s_seen, block, node)
+                wait_for_copies()
+                cuda.syncthreads()
+                if next_block >= 0:
+                    seen = seen_by(item, tree, s_seen, next_node)
+                    load_block(place, keys, tree, item, next_block, next_node, seen, spare, s_state)
+                close_copies()
+
+                scores = scores_of(place, buffer)
+                ends = (
+                    row_end(place, item, tree, s_seen, block, node, place.row),
+                    row_end(place, item, tree, s_seen, block, node, below),
+                )
+                column = int32(place.keys + uint32(quad << uint32(1)))
+                first_column = int32(item.first_seen - block * int32(KEY_BLOCK))
+                scores = scale_columns_within(scores, scale, column, first_column, ends)
+                largest = row_maxima(scores)
+                top_0 = larger_of(largest[0], cuda.shfl_xor_sync(0xFFFFFFFF, largest[0], 1))
+                top_1 = larger_of(largest[1], cuda.shfl_xor_sync(0xFFFFFFFF, largest[1], 1))
+                top_0 = larger_of(top_0, cuda.shfl_xor_sync(0xFFFFFFFF, top_0, 2))
+                top_1 = larger_of(top_1, cuda.shfl_xor_sync(0xFFFFFFFF, top_1, 2))
+                if quad == uint32(0):
+                    s_maxima[uint32(half_keys + place.row)] = top_0
+                    s_maxima[uint32(half_keys + below)] = top_1
+                cuda.syncthreads()
+                top_0 = larger_of(top_0, s_maxima[uint32(other_half + place.row)])
+                top_1 = larger_of(top_1, s_maxima[uint32(other_half + below)])
+                top_0, top_1 = larger_of(maximum_0, top_0), larger_of(maximum_1, top_1)
+                # Of a row that has seen nothing yet, everything is 2^-inf.
+                origin_0 = top_0 if top_0 > float32(-np.inf) else float32(0)
+                origin_1 = top_1 if top_1 > float32(-np.inf) else float32(0)
+                factor_0 = exp2(sum_of(maximum_0, -origin_0))
+                factor_1 = exp2(sum_of(maximum_1, -origin_1))
+                maximum_0, maximum_1 = top_0, top_1
+                weights = exp2_below(scores, (origin_0, origin_1))
+                unit = uint32(place.keys >> uint32(3))
+                target = uint32(unit_address(place.weights, place.row, unit) + uint32(quad << uint32(2)))
+                store_weights(target, weights)
+                if quad == uint32(0) and place.keys == uint32(0):
+                    s_factors[place.row] = factor_0
+                    s_factors[below] = factor_1
+                added = row_sums(weights)
+                sum_0 = multiply_add(sum_0, factor_0, added[0])
+                sum_1 = multiply_add(sum_1, factor_1, added[1])
+                cuda.syncthreads()
+                output = add_values(place, buffer, s_factors, output)
+                buffer, spare = spare, buffer
+                block, node = next_block, next_node
+
+            wait_for_copies()
+            if s_state[FAULT] != 0:
+                sum_0, sum_1 = float32(np.nan), float32(np.nan)
+            sum_0 = sum_of(sum_0, cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1))
+            sum_1 = sum_of(sum_1, cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1))
+            sum_0 = sum_of(sum_0, cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 2))
+            sum_1 = sum_of(sum_1, cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 2))
+            cuda.syncthreads()
+            if quad == uint32(0):
+                s_maxima[uint32(half_keys + place.row)] = sum_0
+                s_maxima[uint32(half_keys + below)] = sum_1
+                if place.keys == uint32(0):
+                    s_factors[place.row] = maximum_0
+                    s_factors[below] = maximum_1
+            cuda.syncthreads()
+            wave_row = int64(int64(request) * int64(tiles_of_request(tree)) + int64(tile) - int64(first_tile))
+            store_outputs(
+                place, item, length, s_seen, s_maxima, s_factors, output, partials, partial_sums,
+                int64(wave_row * int64(TILE_ROWS)), out, lse, first, form,
+            )  # fmt: skip
+
+    tensor_cores_kernel.__name__ = tensor_cores_kernel.__qualname__ = name
+    return tensor_cores_kernel
+
+
+SIGNATURE = (
+    f"void(uint64, int64, uint64, int64, {KEY_SIGNATURE}, {TREE_SIGNATURE}, {WAVE_SIGNATURE}, int32, int32, "
+    "float32, float32[:, :, ::1], float32[:, :, ::1], uint64, float32[:, :, ::1], int32)"
+)
+ATTEND_BFLOAT16 = Kernel(make_kernel("bf16", "attend_bfloat16_kernel"), (SIGNATURE,), THREADS)
+ATTEND_FLOAT16 = Kernel(make_kernel("f16", "attend_float16_kernel"), (SIGNATURE,), THREADS)
+KERNELS = {"bfloat16": ATTEND_BFLOAT16, "float16": ATTEND_FLOAT16}
+
+
+def launch_tensor_cores(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
+    """Launch the kernel, and the merge of splits, wave by wave."""
+    workers = multiprocessors()
+    for wave in waves(work, splits, workers):
+        transfer.launch(
+            KERNELS[work.dtype.name],
+            workers,
+            np.uint64(work.q_nope.address),
+            np.int64(work.q_nope.stride),
+            np.uint64(work.q_pe.address),
+            np.int64(work.q_pe.stride),
+            *key_arguments(work.keys),
+            *tree_arguments(work),
+            *wave,
+            most_keys(splits),
+            np.int32(work.sees_prefix),
+            np.float32(work.sm_scale * LOG2_E),
+            splits.partials,
+            splits.partial_sums,
+            np.uint64(work.out.pointer),
+            work.lse,
+            output_form(work),
+            shared_bytes=SHARED_BYTES,
+        )
+        launch_merge(transfer, work, splits, wave)
