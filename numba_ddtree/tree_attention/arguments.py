@@ -54,7 +54,8 @@ class Arguments:
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of queries and caches."""
-        return np.dtype(self.views["q_nope"].dtype)
+        dtype: np.dtype[Any] = self.views["q_nope"].dtype
+        return dtype
 
     @property
     def batch(self) -> int:

@@ -56,18 +56,18 @@ def dot(s_query, start, rows, request, row, width, is_aligned):  # type: ignore[
 
 
 @device_function
-def cache_row(key, shared, prefix, s_path):  # type: ignore[no-untyped-def]
+def cache_row(key, shared, s_path):  # type: ignore[no-untyped-def]
     """Row of the cache that holds a query's key: what is seen of the prefix comes first, then the path."""
-    return key if key < shared else prefix + s_path[key - shared]
+    return key if key < shared else s_path[key - shared]
 
 
 @device_function
-def weighted_sum(s_weights, values, request, dim, keys, shared, prefix, s_path):  # type: ignore[no-untyped-def]
+def weighted_sum(s_weights, values, request, dim, keys, shared, s_path):  # type: ignore[no-untyped-def]
     """Sum (float64) of one latent dimension over all keys, in short partial sums as in `dot`."""
     total = float64(0)
     partial = float32(0)
     for key in range(keys):
-        partial += s_weights[key] * values[request, cache_row(key, shared, prefix, s_path), dim]
+        partial += s_weights[key] * values[request, cache_row(key, shared, s_path), dim]
         if key % RUN == RUN - 1:
             total += float64(partial)
             partial = float32(0)
@@ -93,8 +93,8 @@ def block_reduce(value, s_partial, takes_maximum):  # type: ignore[no-untyped-de
 
 
 @device_function
-def list_path(ancestor_bits, request, node, count, s_path, capacity, s_control):  # type: ignore[no-untyped-def]
-    """Write the slots that a node sees to shared memory, in order of depth, and their number.
+def list_path(ancestor_bits, request, node, count, prefix, s_path, capacity, s_control):  # type: ignore[no-untyped-def]
+    """Write the cache rows of a node's path to shared memory, in order of depth, and their number.
 
     A thread takes a word of bits; the bits of the words before it tell where its slots go.
     """
@@ -107,7 +107,7 @@ def list_path(ancestor_bits, request, node, count, s_path, capacity, s_control):
         while bits != 0:
             slot = word * 32 + cuda.popc(uint32((bits & -bits) - 1))  # the lowest bit left
             if slot < count and place < capacity:
-                s_path[place] = slot
+                s_path[place] = prefix + slot
             else:
                 s_control[IS_INVALID] = 1
             place += 1
@@ -159,7 +159,8 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
         fits = count <= slots and 0 <= prefix <= prefix_capacity and prefix + count <= ckv_cache.shape[1]
         s_control[IS_INVALID] = 0 if fits else 1
     cuda.syncthreads()
-    list_path(ancestor_bits, request, node, count, s_path, path_capacity, s_control)
+    first_row = prefix if s_control[IS_INVALID] == 0 else int32(0)  # a sum with any other may overflow
+    list_path(ancestor_bits, request, node, count, first_row, s_path, path_capacity, s_control)
     cuda.syncthreads()
     if s_control[IS_INVALID] != 0:
         for dim in range(thread, width, THREADS):
@@ -177,7 +178,7 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
 
     maximum = float32(-np.inf)
     for key in range(thread, keys, THREADS):
-        row = cache_row(key, shared, prefix, s_path)
+        row = cache_row(key, shared, s_path)
         latent_part = dot(s_query, 0, ckv_cache, request, row, width, is_aligned)
         rope_part = dot(s_query, width, kpe_cache, request, row, rope_width, is_aligned)
         score = float32((latent_part + rope_part) * sm_scale)
@@ -199,7 +200,7 @@ def shared_scores_kernel(  # type: ignore[no-untyped-def]
 
     for dim in range(thread, width, THREADS):
         out[request, node, head, dim] = float32(
-            weighted_sum(s_scores, ckv_cache, request, dim, keys, shared, prefix, s_path)
+            weighted_sum(s_scores, ckv_cache, request, dim, keys, shared, s_path)
         )
     if thread == 0:
         lse[request, node, head] = maximum + math.log(total) if total != float32(0) else float32(-np.inf)
