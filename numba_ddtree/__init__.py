@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from numba_ddtree.token_choice import choose_tokens
     from numba_ddtree.tree import AcceptResult, DraftTree
     from numba_ddtree.tree_accept import accept_tree
-    from numba_ddtree.tree_attention import verify_attention
+    from numba_ddtree.tree_attention import (
+        TreeAttention,
+        merge_states,
+        tree_attention_workspace_bytes,
+        tree_tail_attention,
+        verify_attention,
+    )
     from numba_ddtree.tree_build import build_tree
 
 __version__ = "0.1.0"
@@ -42,6 +48,7 @@ _HOMES = {
     "KVCaches": "kv_caches",
     "LaunchSequence": "launch",
     "RoundState": "round_state",
+    "TreeAttention": "tree_attention",
     "TreeStatus": "status",
     "accept_tree": "tree_accept",
     "build_tree": "tree_build",
@@ -50,7 +57,10 @@ _HOMES = {
     "draft_topk": "draft_candidates",
     "draft_topk_workspace_shape": "draft_candidates",
     "draw_tree": "draw",
+    "merge_states": "tree_attention",
     "read_bundle": "bundle",
+    "tree_attention_workspace_bytes": "tree_attention",
+    "tree_tail_attention": "tree_attention",
     "verify_attention": "tree_attention",
     "warmup": "launch",
     "write_bundle": "bundle",
@@ -70,6 +80,7 @@ __all__ = [
     "KVCaches",
     "LaunchSequence",
     "RoundState",
+    "TreeAttention",
     "TreeStatus",
     "accept_tree",
     "build_tree",
@@ -78,7 +89,10 @@ __all__ = [
     "draft_topk",
     "draft_topk_workspace_shape",
     "draw_tree",
+    "merge_states",
     "read_bundle",
+    "tree_attention_workspace_bytes",
+    "tree_tail_attention",
     "verify_attention",
     "warmup",
     "write_bundle",

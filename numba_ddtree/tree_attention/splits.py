@@ -68,8 +68,9 @@ class SplitSizes:
         return workspace_bytes(self.fields())
 
 
-WHOLE_RANGE = SplitSizes(split_blocks=MAX_KEYS // KEY_BLOCK, max_splits=1, tiles_per_wave=MAX_BLOCKS)
-"""Every row in one split."""
+def whole_range(tiles: int) -> SplitSizes:
+    """Return sizes with which every row has one split."""
+    return SplitSizes(split_blocks=MAX_KEYS // KEY_BLOCK, max_splits=1, tiles_per_wave=max(tiles, 1))
 
 
 def default_split_keys(max_prefix_length: int) -> int:
