@@ -15,13 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
+from numba_ddtree.command import EXIT_INTERRUPTED, OneLineParser, run_command
 from numba_ddtree.errors import BackendError, DDTreeError
 
 if TYPE_CHECKING:
     from typing import Literal
 
     from numba_ddtree.check_results import CheckResult, OnResult, OnStart
+    from numba_ddtree.reporting import Reporter
     from numba_ddtree.round_bundle import RoundBundle
     from numba_ddtree.stages import Backend
 
@@ -32,7 +33,7 @@ BACKENDS = ("auto", "cuda", "simulator", "numpy")
 SIMULATED_ROUND_SECONDS = 60
 MAX_BUDGET = 1024  # that of `build_tree`, which this file is not to import
 
-EXIT_FAILED, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 130, 141
+EXIT_FAILED = 1
 
 Runner: TypeAlias = "Callable[[OnResult, OnStart], list[CheckResult]]"
 
@@ -72,20 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code, as ``--help`` lists them.
     """
-    try:
-        try:
-            return _run(_parse(arguments))
-        finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a closed pipe can be handled
-    except BrokenPipeError:
-        return _leave_closed_pipe()
-    except (DDTreeError, ImportError, OSError) as error:
-        print(f"{PROGRAM}:", one_line(error), file=sys.stderr)
-        return EXIT_BAD_USE
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return run_command(PROGRAM, lambda: _run(_parse(arguments)), (DDTreeError, ImportError, OSError))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -176,10 +164,18 @@ def _report(options: argparse.Namespace, run: Runner) -> int:
             run(reporter.show, reporter.start)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except Exception:
+        if options.json and reporter.results:  # what was reached is not lost with what failed
+            _print_json(reporter)
+        raise
     if options.json:
-        print(json.dumps([result.as_json() for result in reporter.results], indent=2))
+        _print_json(reporter)
     reporter.summarise(interrupted=code == EXIT_INTERRUPTED)
     return code or (EXIT_FAILED if reporter.failed else 0)
+
+
+def _print_json(reporter: Reporter) -> None:
+    print(json.dumps([result.as_json() for result in reporter.results], indent=2), flush=True)
 
 
 def _chosen_backend(options: argparse.Namespace, bundle: RoundBundle | None = None) -> Backend:
@@ -233,12 +229,6 @@ def _choose_simulator(wanted: bool) -> None:
 
     if wanted != SIMULATED:
         raise BackendError("Numba was imported before the backend was chosen; start a new process")
-
-
-def _leave_closed_pipe() -> int:
-    """Give the reader's absence an exit code, and Python nothing left to flush into the closed pipe."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_CLOSED_PIPE
 
 
 class _Append(argparse.Action):

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numba_ddtree import run
+from numba_ddtree import ArgumentError, run
 from numba_ddtree.bundle import read_bundle
+from numba_ddtree.command import EXIT_CLOSED_PIPE
 from numba_ddtree.demo.array_module import array_module
 from numba_ddtree.demo.command import mean_repetition
 from numba_ddtree.demo.decoders import PLAIN, Decoded, Decoding, Round
@@ -142,10 +143,10 @@ def test_a_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
         (["--budget", "4,4"], "'4,4' is no list"),
         (["--budget", "4,"], "'' is not a whole number"),
         (["--budget", "many"], "'many' is not a whole number"),
-        (["--max-new-tokens", "0"], "max_new_tokens: got 0"),
-        (["--max-new-tokens", "1024"], "max_new_tokens: got 1024"),
-        (["--temperature", "-1"], "temperature: got -1"),
-        (["--temperature", "nan"], "temperature"),
+        (["--max-new-tokens", "0"], ": --max-new-tokens: got 0; expected"),
+        (["--max-new-tokens", "1024"], ": --max-new-tokens: got 1024; expected"),
+        (["--temperature", "-1"], ": --temperature: got -1"),
+        (["--temperature", "nan"], ": --temperature: got nan"),
         (["--temperature", "warm"], "invalid float value: 'warm'"),
         (["--prompts", "0"], "--prompts: got 0; expected a number from 1 to 64"),
         (["--prompts", "65"], "--prompts: got 65"),
@@ -165,7 +166,7 @@ def test_a_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
         (["--prompt", "a", "--prompt", ""], "--prompt 2: got an empty prompt"),
         (["--prompt-file", "/dev/zero"], "/dev/zero: got more than 1048576 bytes"),
         (["--prompt-file", "/dev/null"], "/dev/null: got an empty prompt"),
-        (["--seed", str(2**63)], "seed: got 9223372036854775808"),
+        (["--seed", str(2**63)], ": --seed: got 9223372036854775808"),
         (["--backend", "simulator"], "would take hours"),
     ],
 )
@@ -302,12 +303,52 @@ def test_an_interruption_prints_what_was_reached(
     assert len(list(tmp_path.iterdir())) == 1 + trace.exists()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ArgumentError("x", 1, "2")])
+def test_a_failure_leaves_what_was_reached(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_round = Decoding.run_round
+
+    def failing_round(self: Decoding) -> Round:
+        if self.decoder.budget == 4 and self.decoded.num_passes == 2:
+            raise error
+        return run_round(self)
+
+    monkeypatch.setattr(Decoding, "run_round", failing_round)
+    trace, plot = tmp_path / "rounds.kdtr", tmp_path / "figure.svg"
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", "18", "--budget", "4", "--trace", str(trace))
+    if find_spec("matplotlib") is not None:
+        arguments += ("--plot", str(plot))
+    if isinstance(error, ArgumentError):
+        assert decode("--json", *arguments) == 2
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            decode("--json", *arguments)
+    output, screen = capsys.readouterr()
+    decoded = json.loads(output)
+    assert decoded["error"] == str(error)
+    assert not decoded["interrupted"]
+    reached = [(decoder["name"], decoder["finished"]) for decoder in decoded["decoders"]]
+    assert reached == [("plain", True), ("chain", True), ("tree 4", False)]
+    assert "failed in decoder 'tree 4'" in screen
+    assert read_bundle(trace).metadata["decoders"] == ["chain", "tree 4"]
+    assert not plot.exists()
+
+
+@pytest.mark.usefixtures("nothing_decodes")
+def test_a_failure_at_once_is_all_there_is_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError, match="decoding began"):
+        decode("--json", "--prompt", PROMPT)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
 @pytest.mark.parametrize("delay", [0.1, 0.3, 0.6, 0.8, 1.0, 2.5])
-def test_an_interruption_at_any_time_leaves_no_traceback(delay: float) -> None:
+def test_an_interruption_at_any_time_leaves_no_traceback(delay: float, options: list[str]) -> None:
     """While modules and the model are loaded, while prompts are read, between rounds."""
     program = "from numba_ddtree import run; print('ready', flush=True); run.run_program()"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "--backend", "numpy", "--max-new-tokens", "700"],
+        [sys.executable, "-c", program, "--backend", "numpy", "--max-new-tokens", "700", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -321,6 +362,8 @@ def test_an_interruption_at_any_time_leaves_no_traceback(delay: float) -> None:
     assert "Traceback" not in errors
     assert "interrupted" in output + errors
     assert process.returncode == 130
+    if options and output:
+        assert json.loads(output)["interrupted"]
 
 
 def test_a_closed_pipe_leaves_the_trace(tmp_path: Path) -> None:
@@ -336,7 +379,7 @@ def test_a_closed_pipe_leaves_the_trace(tmp_path: Path) -> None:
         timeout=60,
     )
     os.close(writer)
-    assert result.returncode == run.EXIT_CLOSED_PIPE
+    assert result.returncode == EXIT_CLOSED_PIPE
     assert result.stderr == ""
     assert read_round(trace).expected
 

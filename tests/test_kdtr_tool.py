@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from numba_ddtree.bundle import read_bundle, write_bundle
+from numba_ddtree.command import EXIT_CLOSED_PIPE
 
 REPOSITORY = Path(__file__).parent.parent
 TOOL = REPOSITORY / "tools" / "kdtr.py"
@@ -78,6 +79,24 @@ class TestList:
                 {"name": "[red]half[/red]", "dtype": "bfloat16", "shape": [0, 4], "bytes": 0},
             ],
         }
+
+    def test_any_terminal_will_do(self, bundle: Path) -> None:
+        """ASCII alone, and 20 columns."""
+        write_bundle(bundle, {"größe/猫": np.zeros(3), "x" * 70: np.zeros((1, 2, 3, 4, 5))})
+        environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
+        result = subprocess.run([sys.executable, TOOL, "list", bundle], env=environment, capture_output=True)
+        assert (result.returncode, result.stderr) == (0, b"")
+        assert b"\\xf6" in result.stdout
+        assert b"\\u732b" in result.stdout
+
+    def test_closed_pipe(self, bundle: Path) -> None:
+        for options in ([], ["--json"]):
+            reader, writer = os.pipe()
+            os.close(reader)
+            command = [sys.executable, TOOL, "list", bundle, *options]
+            result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+            os.close(writer)
+            assert (result.returncode, result.stderr) == (EXIT_CLOSED_PIPE, b"")
 
     def test_missing_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "No such file" in failure(capsys, "list", tmp_path / "missing")

@@ -16,8 +16,10 @@ import pytest
 from numba_ddtree import environment, run
 from numba_ddtree.bundle import read_bundle, write_bundle
 from numba_ddtree.cases import ATTENTION_CASES, AttentionCase
-from numba_ddtree.check_results import CheckResult
+from numba_ddtree.check_results import CheckResult, OnResult, OnStart
+from numba_ddtree.command import EXIT_CLOSED_PIPE
 from numba_ddtree.environment import Choice, Device
+from numba_ddtree.errors import BackendError
 from numba_ddtree.reporting import Reporter
 from numba_ddtree.round_bundle import reference_results, round_tensors
 
@@ -165,6 +167,21 @@ class TestCheck:
         assert all(set(entry) == KEYS and entry["passed"] for entry in results)
         assert result.stderr.splitlines()[-1] == f"{len(results)} passed, 0 failed"
 
+    def test_json_keeps_what_was_reached_before_a_failure(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def failing(
+            _backend: str, _seed: int, _device: int, on_result: OnResult, _on_start: OnStart
+        ) -> list[CheckResult]:
+            on_result(CheckResult("a/b", True, 0.0, 0.0, 1.0, "B=1"))
+            raise BackendError("the device is lost")
+
+        monkeypatch.setattr("numba_ddtree.checks.run_checks", failing)
+        assert run.main(["check", "--backend", "numpy", "--json"]) == 2
+        output, errors = capsys.readouterr()
+        assert [entry["name"] for entry in json.loads(output)] == ["a/b"]
+        assert errors.splitlines()[-1] == "numba-ddtree: the device is lost"
+
     def test_options_before_and_after(self) -> None:
         options = run._parser().parse_args(["--seed", "3", "--json", "check", "--backend", "numpy"])
         assert (options.seed, options.json, options.backend, options.device) == (3, True, "numpy", 0)
@@ -214,8 +231,8 @@ class TestCheck:
         ("arguments", "code"),
         # argparse passes over a closed pipe by itself.
         [
-            (["check", "--backend", "numpy"], run.EXIT_CLOSED_PIPE),
-            (["env"], run.EXIT_CLOSED_PIPE),
+            (["check", "--backend", "numpy"], EXIT_CLOSED_PIPE),
+            (["env"], EXIT_CLOSED_PIPE),
             (["--help"], 0),
         ],
     )

@@ -14,7 +14,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -23,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.results_schema import Results, Row, RowKey, load_results
 from numba_ddtree.bundle import atomic_file
-from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
+from numba_ddtree.command import OneLineParser, run_command
 from numba_ddtree.errors import DDTreeError
+from numba_ddtree.reporting import PipeConsole
 
 _EXIT_FOUND = 1
 
@@ -70,13 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code: 0, 1 for a regression or an outdated page, or 2 for a bad file.
     """
-    options = _parser().parse_args(arguments)
-    try:
+
+    def run() -> int:
+        options = _parser().parse_args(arguments)
         exit_code: int = options.run(options)
-    except (DDTreeError, OSError) as error:
-        print("bench_report:", one_line(error), file=sys.stderr)
-        return EXIT_BAD_USE
-    return exit_code
+        return exit_code
+
+    return run_command("bench_report", run, (DDTreeError, OSError))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -341,7 +341,7 @@ def _compare(options: argparse.Namespace) -> int:
     if options.json:
         rows = [_json_row(comparison) for comparison in comparisons]
         print(json.dumps({"failed": failed, "rows": rows}, indent=1))
-    console = Console(stderr=options.json)
+    console = PipeConsole(stderr=options.json)
     if not console.is_terminal:
         # Into a file, rich would wrap at 80 columns.
         console.width = _LOG_WIDTH

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from numba_ddtree.bundle import JSON, Bundle, atomic_file, read_bundle, write_bundle
-from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
+from numba_ddtree.command import OneLineParser, run_command
 from numba_ddtree.errors import BundleError
+from numba_ddtree.reporting import PipeConsole
 
 _EXAMPLES = """\
 examples:
@@ -26,7 +26,7 @@ examples:
   kdtr.py extract trees.kdtr out.npz --name case/parents case/depths
   kdtr.py pack arrays.npz trees.kdtr --metadata '{"source": "a run"}'
 
-exit codes: 0 done; 2 wrong usage, or a file that is missing, malformed or cannot be written
+exit codes: 0 done; 2 wrong usage, or a file that is missing, malformed or cannot be written; 130 interrupted
 """
 
 
@@ -41,15 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit code: 0, or 2 for a bad file.
+        The exit code, as ``--help`` lists them.
     """
-    options = _parser().parse_args(arguments)
-    try:
+
+    def run() -> int:
+        options = _parser().parse_args(arguments)
         options.run(options)
-    except (BundleError, OSError) as error:
-        print("kdtr:", one_line(error), file=sys.stderr)
-        return EXIT_BAD_USE
-    return 0
+        return 0
+
+    return run_command("kdtr", run, (BundleError, OSError))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,7 +120,7 @@ def _list(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_description(bundle), indent=2))
         return
-    Console().print(_table(bundle))
+    PipeConsole().print(_table(bundle))
     # Escaped to ASCII, since a JSON string can hold what the terminal's encoding has not.
     print("metadata:", json.dumps(bundle.metadata, indent=2))
 
@@ -139,12 +139,14 @@ def _description(bundle: Bundle) -> dict[str, JSON]:
 
 
 def _table(bundle: Bundle) -> Table:
-    table = Table("name", "dtype", "shape")
-    table.add_column("bytes", justify="right")
+    table = Table()
+    for heading in ("name", "dtype", "shape"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("bytes", justify="right", overflow="fold")
     for name, tensor in bundle.tensors.items():
         # Text, since a plain string's square brackets would be read as markup.
         table.add_row(
-            Text(name, overflow="fold"),
+            Text(name),
             bundle.dtype_name(name),
             Text(str(tensor.shape)),
             f"{tensor.nbytes:,}",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from numba_ddtree.bundle import write_bundle
 from numba_ddtree.cases import ACCEPT_CASES, ATTENTION_CASES, TREE_CASES, AttentionCase, TreeCase
-from numba_ddtree.command import EXIT_BAD_USE, OneLineParser, one_line
+from numba_ddtree.command import OneLineParser, run_command
 from numba_ddtree.errors import DDTreeError
 from numba_ddtree.round_bundle import reference_results, round_tensors
 
@@ -33,16 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The exit code: 0, or 2 for wrong usage or a folder that cannot be written.
     """
-    options = _parser().parse_args(arguments)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        for case in _cases(options.names):
-            path = options.out / f"{case.name}.kdtr"
-            _write(path, case, options.seed)
-            print(f"{path}  {path.stat().st_size:,} bytes  {case.size}")
-    except (DDTreeError, OSError) as error:
-        print("make_bundles:", one_line(error), file=sys.stderr)
-        return EXIT_BAD_USE
+    return run_command("make_bundles", lambda: _make(_parser().parse_args(arguments)), (DDTreeError, OSError))
+
+
+def _make(options: argparse.Namespace) -> int:
+    options.out.mkdir(parents=True, exist_ok=True)
+    for case in _cases(options.names):
+        path = options.out / f"{case.name}.kdtr"
+        _write(path, case, options.seed)
+        print(f"{path}  {path.stat().st_size:,} bytes  {case.size}")
     return 0
 
 

@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from numba_ddtree.bundle import atomic_file
+from numba_ddtree.command import one_line
 from numba_ddtree.demo.array_module import array_module
 from numba_ddtree.demo.comparison import Difference, first_difference
 from numba_ddtree.demo.decoders import (
@@ -53,11 +55,17 @@ class Outcome:
     settings: DecodeSettings
     results: list[Decoded] = field(default_factory=list)
     interrupted: bool = False
+    error: str | None = None  # what ended decoding, if something failed
 
     def differences(self, result: int) -> list[Difference | None]:
         """Compare a finished result with the plain one, prompt by prompt."""
         plain, other = self.results[0], self.results[result]
         return [first_difference(plain, other, prompt) for prompt in range(len(self.prompts))]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing ended decoding before its time."""
+        return not self.interrupted and self.error is None
 
     @property
     def is_lossless(self) -> bool:
@@ -90,23 +98,33 @@ def run_decode(options: argparse.Namespace, backend: Literal["numpy", "cuda"]) -
     prompts = given_prompts(options.prompt, options.prompt_file) or shipped_prompts(options.prompts)
     model = load_model(array_module(backend, options.device))
     settings = DecodeSettings(options.max_new_tokens, options.temperature, options.seed)
-    check_prompts(model, [prompt.tokens for prompt in prompts], settings, [prompt.name for prompt in prompts])
+    _check_settings(model, prompts, settings)
     decoders = [PLAIN, chain_decoder(model.config.draft_length), *map(tree_decoder, options.budget)]
     trace = Trace(model.module, settings.stop_tokens) if options.trace is not None else None
     drawn = _DrawnRound(min(options.budget))
     outcome = Outcome(prompts, settings)
-    with _Screen(to_stderr=options.json) as screen:
+    # Whoever read one output may have left, and a decoder may fail after others: what can be given is given.
+    with _Screen(to_stderr=options.json) as screen, ExitStack() as outputs:
+        if options.plot is not None:
+            outputs.callback(_plot, outcome, drawn, options.plot)
+        if trace is not None:
+            outputs.callback(_write_trace, outcome, trace, options.trace)
+        if options.json:
+            outputs.callback(_print_json, outcome, backend)
+        outputs.callback(screen.show, outcome)
         _decode_all(model, decoders, outcome, screen, trace, drawn)
-        try:
-            screen.show(outcome)
-            if options.json:
-                print(json.dumps(as_json(outcome, backend), indent=2), flush=True)
-        finally:  # whoever read the screen may have left
-            if trace is not None and not (outcome.interrupted and trace.is_empty):
-                trace.write(options.trace)
-            if options.plot is not None and not outcome.interrupted:
-                _plot(outcome, drawn, options.plot)
     return outcome
+
+
+def _check_settings(model: DemoModel, prompts: Sequence[Prompt], settings: DecodeSettings) -> None:
+    """Check prompts and settings, which errors call by the names of the command line's options."""
+    try:
+        check_prompts(model, [prompt.tokens for prompt in prompts], settings, [p.name for p in prompts])
+    except ArgumentError as error:
+        if error.argument not in {field.name for field in fields(DecodeSettings)}:
+            raise
+        option = f"--{error.argument.replace('_', '-')}"
+        raise ArgumentError(option, error.got, error.expected) from None
 
 
 def _check_outputs(trace: str | None, plot: str | None) -> None:
@@ -161,6 +179,9 @@ def _decode_all(
                     trace.add(this_round)
     except KeyboardInterrupt:
         outcome.interrupted = True
+    except Exception as error:
+        outcome.error = one_line(error) or type(error).__name__
+        raise
 
 
 def _compile_kernels(
@@ -195,7 +216,20 @@ class _DrawnRound:
         self.accepted = replace(accepted, **{name: array[rows] for name, array in accepted.arrays().items()})
 
 
+def _print_json(outcome: Outcome, backend: str) -> None:
+    if outcome.results or outcome.error is None:
+        print(json.dumps(as_json(outcome, backend), indent=2), flush=True)
+
+
+def _write_trace(outcome: Outcome, trace: Trace, path: str) -> None:
+    if outcome.is_complete or not trace.is_empty:
+        trace.write(path)
+
+
 def _plot(outcome: Outcome, drawn: _DrawnRound, path: str) -> None:
+    """Draw the outcome, if it is all there."""
+    if not outcome.is_complete:
+        return
     from numba_ddtree.plot import plot_decode
 
     chain, *trees = outcome.results[1:]
@@ -237,7 +271,8 @@ class _Screen:
         """Print the texts, the table and what differs."""
         self._progress.stop()
         if not outcome.results:
-            self._console.print("interrupted before the first token")
+            if outcome.interrupted:
+                self._console.print("interrupted before the first token")
             return
         self._show_texts(outcome)
         for table in (_results_table(outcome), _times_table(outcome)):
@@ -250,10 +285,11 @@ class _Screen:
             for prompt, difference in zip(outcome.prompts, outcome.differences(place), strict=True):
                 if difference is not None:
                     self._print(Text(f"{result.decoder.name}, {self._shown(prompt.name)}: {difference}"))
-        if outcome.interrupted:
+        if not outcome.is_complete:
             last = outcome.results[-1]
+            what = "interrupted" if outcome.interrupted else "failed"
             where = "after" if last.is_finished else "in"
-            self._console.print(f"interrupted {where} decoder {last.decoder.name!r}")
+            self._console.print(f"{what} {where} decoder {last.decoder.name!r}")
 
     def _show_texts(self, outcome: Outcome) -> None:
         """Print each prompt and its continuation by plain decoding."""
@@ -330,6 +366,7 @@ def as_json(outcome: Outcome, backend: str) -> dict[str, Any]:
         "temperature": settings.temperature,
         "seed": settings.seed,
         "interrupted": outcome.interrupted,
+        "error": outcome.error,
         "decoders": [
             {
                 "name": result.decoder.name,
