@@ -341,7 +341,7 @@ if not SIMULATED:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             elements = elements_of(builder, args[1])
             for index in range(0, len(elements), 4):
-                code = f"st.shared.v4.f32 [$0+{index * LANES}], {{$1, $2, $3, $4}};"
+                code = f"st.shared.v4.f32 [$0+{index * 4 * LANES}], {{$1, $2, $3, $4}};"
                 assemble(builder, VOID, [args[0], *elements[index : index + 4]], code, "r,f,f,f,f")
             return context.get_dummy_value()
 
@@ -357,7 +357,7 @@ if not SIMULATED:
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 elements: list[Any] = []
                 for index in range(0, count, 4):
-                    code = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{index * LANES}];"
+                    code = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{index * 4 * LANES}];"
                     result = ir.LiteralStructType([FLOAT] * 4)
                     loaded = assemble(builder, result, [args[0]], code, "=f,=f,=f,=f,r")
                     elements += [builder.extract_value(loaded, part) for part in range(4)]

@@ -126,7 +126,7 @@ def split_length(tree: Any, keys: Any, wave: Any, max_keys: Any) -> Any:
 
 @device_routine
 def splits_of(keys_seen: Any, split_blocks: Any) -> Any:
-    """Number of splits (int32) of a row that sees so many keys: those up to its last key's, and at least one."""
+    """Count the splits (int32) of a row that sees so many keys; there is at least one."""
     blocks = uint32(uint32(max(keys_seen, 1)) + uint32(KEY_BLOCK - 1)) // uint32(KEY_BLOCK)
     return int32(uint32(blocks + uint32(split_blocks) - uint32(1)) // uint32(split_blocks))
 

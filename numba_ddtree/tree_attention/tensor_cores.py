@@ -2,24 +2,33 @@
 
 A block of threads computes one item at a time: 64 query rows, nodes times heads of one request, against
 one split of their keys. The rows' queries stay in shared memory, and blocks of 64 keys pass through two
-buffers, the next one loading while one is worked on. A key's latent row is its value too, so that a
-block is read from global memory once.
+buffers. A key's latent row is its value too, so that a block is read from global memory once.
 
-What a block of keys takes, with barriers of the whole block of threads between:
+Two groups of four warps have 32 rows each. For a block of keys, a group computes
 
 1. scores: a warp has 32 rows x 32 keys, over one half of each 64 columns; two warps then exchange halves
    of their sums, and each has 16 rows x 32 keys. (Splitting the sums halves what is read of shared memory,
    the bottleneck: 295 KB a block instead of 442.)
 2. the rows' new maxima, over the two warps that share rows;
 3. probabilities, rounded to 16 bits, to shared memory; sums of the unrounded ones stay with their lanes;
-4. outputs: a warp has 64 rows x 64 columns, which it rescales, and adds probabilities times values.
+4. outputs: a warp has 32 rows x 128 columns, which it rescales, and adds probabilities times values.
+
+The groups meet once a block of keys, the first where it begins with scores, the second where it begins with
+the last block's outputs, so that one has products for the tensor cores while the other is between them::
+
+    first    | scores i        maxima, probabilities i    outputs i |
+    second   | outputs i - 1   loads i + 1   scores i   maxima, probabilities i |
+
+The second group loads, into the buffer that both are then done with; the first looks up the rows of the
+block after that one.
 
 First come the blocks that lie in the prefix, which all rows see. Then, for each node of the tile, come the
 blocks, one or two, that hold the rest of the prefix and the node's own path, each key in the slot of its
 position, gathered from the tree's rows of the cache. Only the node's own rows take part: for the others the
-maximum stays, the scale is 1 and probabilities are 0. Everything is done by the same instructions in the
-same order for every block, wherever its keys come from, so that a row's result has the same bits whatever
-else is in its tile: whether a key is in the tree or, decoding without one, in the prefix.
+maximum stays, the scale is 1 and probabilities are 0, and a group that has none of its rows does nothing.
+Everything is done by the same instructions in the same order for every block, wherever its keys come from, so
+that a row's result has the same bits whatever else is in its tile: whether a key is in the tree or, decoding
+without one, in the prefix.
 """
 
 from __future__ import annotations
@@ -38,6 +47,7 @@ from numba_ddtree.tree_attention.key_rows import (
     KEY_SIGNATURE,
     Keys,
     key_arguments,
+    page_and_row,
     path_length,
     path_slot,
     row_addresses,
@@ -97,9 +107,7 @@ if not SIMULATED:
     )
     from numba_ddtree.tree_attention.outputs import natural_log_sum, normaliser, store_row
 
-    row_part_0, row_part_1, row_part_2, row_part_3, row_part_4, row_part_5, row_part_6, row_part_7 = (
-        make_row_part(row, 8) for row in range(8)
-    )
+    row_part_0, row_part_1, row_part_2, row_part_3 = (make_row_part(row, 8) for row in range(4))
 
 THREADS = block_threads(256)
 CHUNK_BYTES = 64 * 128  # 64 rows of 64 columns
@@ -111,11 +119,15 @@ WEIGHTS_AT = KEYS_AT + 2 * BLOCK_BYTES  # probabilities; before them, halves of 
 STATE_AT = WEIGHTS_AT + CHUNK_BYTES
 ALIGNMENT = 128
 # Words of a block's state: of each row the maxima, later the sums, of two halves of a block's keys, what
-# its output is scaled by, and how many keys it sees; whether a page was none.
+# its output is scaled by, and how many keys it sees; of two blocks of keys the rows to load, a page and a
+# row in it each; whether a page was none.
 MAXIMA, FACTORS, SEEN, FAULT = 0, 2 * TILE_ROWS, 3 * TILE_ROWS, 4 * TILE_ROWS
-STATE_WORDS = 4 * TILE_ROWS + 4
+LOOKED_UP = 4 * TILE_ROWS + 4
+STATE_WORDS = LOOKED_UP + 2 * 2 * KEY_BLOCK
 SHARED_BYTES = ALIGNMENT + STATE_AT + 4 * STATE_WORDS
-PAIR_THREADS = 64
+GROUP_ROWS = 32
+PAIR_THREADS, GROUP_THREADS = 64, 128
+FIRST_PAIR, FIRST_GROUP = 1, 5  # names of barriers
 LOG2_E = 1.4426950408889634
 
 
@@ -125,11 +137,11 @@ class Place(NamedTuple):
     thread: Any
     lane: Any
     warp: Any
+    group: Any
     half: Any  # of each 64 columns, that the warp sums over; of its 32 rows, that it keeps
     keys: Any  # first of the 32 keys that the warp has scores of
     row: Any  # first of the two rows that the lane has scores of; the other is 8 further
     queries: Any
-    buffers: Any
     weights: Any
 
 
@@ -139,21 +151,18 @@ def place_of_thread(base):  # type: ignore[no-untyped-def]
     thread = uint32(cuda.threadIdx.x)
     lane = uint32(thread & uint32(31))
     warp = uint32(thread >> uint32(5))
+    group = uint32(warp >> uint32(2))
     half = uint32(warp & uint32(1))
     keys = uint32(uint32(uint32(warp >> uint32(1)) & uint32(1)) << uint32(5))
-    rows = uint32(uint32(warp >> uint32(2)) << uint32(5))
-    row = uint32(rows + uint32(half << uint32(4)) + uint32(lane >> uint32(2)))
-    return Place(
-        thread,
-        lane,
-        warp,
-        half,
-        keys,
-        row,
-        uint32(base + uint32(QUERIES_AT)),
-        uint32(base + uint32(KEYS_AT)),
-        uint32(base + uint32(WEIGHTS_AT)),
-    )
+    row = uint32(group * uint32(GROUP_ROWS) + uint32(half << uint32(4)) + uint32(lane >> uint32(2)))
+    queries, weights = uint32(base + uint32(QUERIES_AT)), uint32(base + uint32(WEIGHTS_AT))
+    return Place(thread, lane, warp, group, half, keys, row, queries, weights)
+
+
+@device_routine
+def group_barrier(place):  # type: ignore[no-untyped-def]
+    """Wait for the threads of the group."""
+    named_barrier(uint32(place.group + uint32(FIRST_GROUP)), uint32(GROUP_THREADS))
 
 
 @device_routine
@@ -185,26 +194,36 @@ def load_queries(place, q_nope, nope_stride, q_pe, pe_stride, first, count):  # 
 
 
 @device_routine
-def load_block(place, keys, tree, item, block, node, seen, buffer, s_state):  # type: ignore[no-untyped-def]
-    """Begin to copy a block of keys; of the tree's keys those on the path of `node`, which sees `seen` keys.
+def look_up(row, keys, tree, item, block, node, s_seen, s_rows, s_state):  # type: ignore[no-untyped-def]
+    """Write where row `row` of a block of keys is to be found, a page, -1 for none, and a row in it.
 
-    In the prefix, `node` and `seen` do not matter.
+    Of the tree's keys those on the path of `node` are there. In the prefix, -1 stands for it.
     """
-    unit = uint32(place.thread & uint32(7))
-    for step in range(uint32(2)):
-        row = uint32(uint32(place.thread >> uint32(3)) + uint32(step) * uint32(32))
-        position = int32(block * int32(KEY_BLOCK) + int32(row))
-        latent, rotary = ABSENT, ABSENT
-        logical = position
-        if position >= item.prefix:
-            logical = int32(-1)
-            if position < seen:
-                slot = path_slot(tree.ancestor_bits, item.request, node, int32(position - item.prefix))
-                logical = int32(item.prefix + slot)
-        if logical >= 0:
-            latent, rotary = row_addresses(keys, item.request, logical)
-            if latent == ABSENT:
-                s_state[FAULT] = 1
+    position = int32(block * int32(KEY_BLOCK) + int32(row))
+    if position >= item.prefix:
+        if position < seen_by(item, tree, s_seen, node):
+            slot = path_slot(tree.ancestor_bits, item.request, node, int32(position - item.prefix))
+            position = int32(item.prefix + slot)
+        else:
+            position = int32(-1)
+    page, page_row = int32(-1), int32(0)
+    if position >= 0:
+        page, page_row = page_and_row(keys, item.request, position)
+        if page < 0:
+            s_state[FAULT] = 1
+    s_rows[uint32(uint32(2) * row)] = page
+    s_rows[uint32(uint32(2) * row + uint32(1))] = page_row
+
+
+@device_routine
+def load_block(thread, keys, s_rows, buffer):  # type: ignore[no-untyped-def]
+    """Begin to copy a block of keys that was looked up; a group takes part."""
+    unit = uint32(thread & uint32(7))
+    first = uint32(uint32(thread & uint32(GROUP_THREADS - 1)) >> uint32(3))
+    for step in range(uint32(KEY_BLOCK * 8 // GROUP_THREADS)):
+        row = uint32(first + uint32(step) * uint32(GROUP_THREADS // 8))
+        page, page_row = s_rows[uint32(uint32(2) * row)], s_rows[uint32(uint32(2) * row + uint32(1))]
+        latent, rotary = row_addresses(keys, page, page_row)
         load_row(buffer, row, unit, latent, rotary)
 
 
@@ -225,6 +244,50 @@ class Item(NamedTuple):
 
 
 @device_routine
+def item_of(tree, request, tile, split, length, sees_prefix):  # type: ignore[no-untyped-def]
+    """Return an `Item` of a valid request."""
+    prefix = prefix_of(tree, request)
+    first_row = int32(tile * int32(TILE_ROWS))
+    rows = int32(min(int32(TILE_ROWS), int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)))
+    begin = int32(split * length)
+    end = int32(min(int64(begin) + int64(length), int64(1 << 26)))
+    return Item(request, split, first_row, rows, prefix, int32(0) if sees_prefix else prefix, begin, end)
+
+
+@device_routine
+def first_path_block(item):  # type: ignore[no-untyped-def]
+    """Block (int32) of the first key that is not in a block of the prefix alone."""
+    return int32(uint32(item.prefix) // uint32(KEY_BLOCK))
+
+
+@device_routine
+def has_rows(place, item, tree, node):  # type: ignore[no-untyped-def]
+    """Whether any of the group's rows takes part in a block of a node; in the prefix, -1, all do."""
+    begin = int32(node * int32(tree.heads) - item.first_row)
+    first = int32(place.group * uint32(GROUP_ROWS))
+    return node < 0 or (begin < first + int32(GROUP_ROWS) and begin + tree.heads > first)
+
+
+@device_routine
+def share_sums(place, past, s_state, s_maxima, s_factors):  # type: ignore[no-untyped-def]
+    """Write each row's maximum to the factors, and the sums of its two halves; NaN after a fault."""
+    maximum_0, maximum_1, sum_0, sum_1 = past
+    sum_0 = sum_of(sum_0, cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1))
+    sum_1 = sum_of(sum_1, cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1))
+    sum_0 = sum_of(sum_0, cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 2))
+    sum_1 = sum_of(sum_1, cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 2))
+    if s_state[FAULT] != 0:
+        sum_0, sum_1 = float32(np.nan), float32(np.nan)
+    if uint32(place.lane & uint32(3)) == uint32(0):
+        own = uint32(place.keys << uint32(1))
+        s_maxima[uint32(own + place.row)] = sum_0
+        s_maxima[uint32(own + place.row + uint32(8))] = sum_1
+        if place.keys == uint32(0):
+            s_factors[place.row] = maximum_0
+            s_factors[uint32(place.row + uint32(8))] = maximum_1
+
+
+@device_routine
 def count_keys(place, tree, item, s_seen):  # type: ignore[no-untyped-def]
     """Write how many keys each row of the tile sees, 0 for the rows after the last."""
     if place.thread < uint32(TILE_ROWS):
@@ -242,18 +305,18 @@ def following(item, tree, s_seen, block, node):  # type: ignore[no-untyped-def]
     Path blocks come node by node, those within the split alone.
     """
     block = int32(block + 1)
-    first_path_block = int32(item.prefix // int32(KEY_BLOCK))
+    path_block = first_path_block(item)
     last_node = int32(uint32(item.first_row + item.rows - int32(1)) // uint32(tree.heads))
     if node < 0:
-        if block < min(item.end, first_path_block):
+        if block < min(item.end, path_block):
             return block, node
         node = int32(uint32(item.first_row) // uint32(tree.heads))
-        block = int32(max(first_path_block, item.begin))
+        block = int32(max(path_block, item.begin))
     while node <= last_node:
         if block < item.end and block * int32(KEY_BLOCK) < seen_by(item, tree, s_seen, node):
             return block, node
         node = int32(node + 1)
-        block = int32(max(first_path_block, item.begin))
+        block = int32(max(path_block, item.begin))
     return int32(-1), node
 
 
@@ -266,7 +329,7 @@ def seen_by(item, tree, s_seen, node):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def row_end(place, item, tree, s_seen, block, node, row):  # type: ignore[no-untyped-def]
+def row_end(item, tree, s_seen, block, node, row):  # type: ignore[no-untyped-def]
     """Column (int32) of a block after the last one that a row sees; 0 for a row that takes no part."""
     owner = int32(uint32(uint32(item.first_row) + row) // uint32(tree.heads))
     end = int32(s_seen[row] - block * int32(KEY_BLOCK))
@@ -275,13 +338,13 @@ def row_end(place, item, tree, s_seen, block, node, row):  # type: ignore[no-unt
 
 @device_routine
 def store_tile_row(  # type: ignore[no-untyped-def]
-    place, item, length, s_seen, s_maxima, s_factors, pairs, within, partials, partial_sums, wave_row,
+    column, item, length, s_seen, s_maxima, s_factors, pairs, within, partials, partial_sums, wave_row,
     out, lse, first, form,
 ):  # fmt: skip
-    """Write a lane's part of row `within` of the tile, which has its pairs of 64 columns."""
+    """Write a lane's pairs of 64 columns of row `within` of the tile, the first at column `column`."""
     if int32(within) >= item.rows:
         return
-    column = int64(uint32(place.warp * uint32(64)) + uint32(uint32(place.lane & uint32(3)) << uint32(1)))
+    column = int64(column)
     row = int64(first + int64(within))
     splits = splits_of(s_seen[within], length)
     total = sum_of(s_maxima[within], s_maxima[uint32(within + uint32(TILE_ROWS))])
@@ -308,11 +371,16 @@ def row_factor(length, s_seen, s_maxima, within):  # type: ignore[no-untyped-def
 
 @device_routine
 def store_outputs(  # type: ignore[no-untyped-def]
-    place, item, length, s_seen, s_maxima, s_factors, output, partials, partial_sums, wave_row, out, lse,
-    first, form,
+    place, item, length, s_seen, s_maxima, s_factors, output, offset, partials, partial_sums, wave_row,
+    out, lse, first, form,
 ):  # fmt: skip
-    """Write a warp's 64 rows x 64 columns: rows of one split as they are to be, others to be merged."""
-    row = uint32(place.lane >> uint32(2))
+    """Write 32 rows x 64 columns of a warp's 128, from the column `offset` of them on.
+
+    Rows of one split are written as they are to be, others to be merged.
+    """
+    row = uint32(place.group * uint32(GROUP_ROWS) + uint32(place.lane >> uint32(2)))
+    column = uint32(uint32(place.warp & uint32(3)) * uint32(128) + offset)
+    column = uint32(column + uint32(uint32(place.lane & uint32(3)) << uint32(1)))
     output = scale_rows(
         output,
         (
@@ -320,42 +388,22 @@ def store_outputs(  # type: ignore[no-untyped-def]
             row_factor(length, s_seen, s_maxima, uint32(row + uint32(8))),
             row_factor(length, s_seen, s_maxima, uint32(row + uint32(16))),
             row_factor(length, s_seen, s_maxima, uint32(row + uint32(24))),
-            row_factor(length, s_seen, s_maxima, uint32(row + uint32(32))),
-            row_factor(length, s_seen, s_maxima, uint32(row + uint32(40))),
-            row_factor(length, s_seen, s_maxima, uint32(row + uint32(48))),
-            row_factor(length, s_seen, s_maxima, uint32(row + uint32(56))),
         ),
     )
     store_tile_row(
-        place, item, length, s_seen, s_maxima, s_factors, row_part_0(output), uint32(row + uint32(0)),
+        column, item, length, s_seen, s_maxima, s_factors, row_part_0(output), uint32(row + uint32(0)),
         partials, partial_sums, wave_row, out, lse, first, form,
     )  # fmt: skip
     store_tile_row(
-        place, item, length, s_seen, s_maxima, s_factors, row_part_1(output), uint32(row + uint32(8)),
+        column, item, length, s_seen, s_maxima, s_factors, row_part_1(output), uint32(row + uint32(8)),
         partials, partial_sums, wave_row, out, lse, first, form,
     )  # fmt: skip
     store_tile_row(
-        place, item, length, s_seen, s_maxima, s_factors, row_part_2(output), uint32(row + uint32(16)),
+        column, item, length, s_seen, s_maxima, s_factors, row_part_2(output), uint32(row + uint32(16)),
         partials, partial_sums, wave_row, out, lse, first, form,
     )  # fmt: skip
     store_tile_row(
-        place, item, length, s_seen, s_maxima, s_factors, row_part_3(output), uint32(row + uint32(24)),
-        partials, partial_sums, wave_row, out, lse, first, form,
-    )  # fmt: skip
-    store_tile_row(
-        place, item, length, s_seen, s_maxima, s_factors, row_part_4(output), uint32(row + uint32(32)),
-        partials, partial_sums, wave_row, out, lse, first, form,
-    )  # fmt: skip
-    store_tile_row(
-        place, item, length, s_seen, s_maxima, s_factors, row_part_5(output), uint32(row + uint32(40)),
-        partials, partial_sums, wave_row, out, lse, first, form,
-    )  # fmt: skip
-    store_tile_row(
-        place, item, length, s_seen, s_maxima, s_factors, row_part_6(output), uint32(row + uint32(48)),
-        partials, partial_sums, wave_row, out, lse, first, form,
-    )  # fmt: skip
-    store_tile_row(
-        place, item, length, s_seen, s_maxima, s_factors, row_part_7(output), uint32(row + uint32(56)),
+        column, item, length, s_seen, s_maxima, s_factors, row_part_3(output), uint32(row + uint32(24)),
         partials, partial_sums, wave_row, out, lse, first, form,
     )  # fmt: skip
 
@@ -368,16 +416,15 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
     multiply = make_multiply(number)
     store_weights = make_row_store(f"{number}x2")
     load_operands = make_row_load(2)
-    load_weights = make_row_load(4)
     load_values = make_column_load(4)
     load_half = make_lane_load(16)
     no_scores = make_zeros(32)
-    no_output = make_zeros(128)
+    no_output = make_zeros(64)
 
     @device_routine
     def scores_of(place, buffer):  # type: ignore[no-untyped-def]
         """Products of queries and keys: 16 rows x 32 keys, summed over all columns; see `Place`."""
-        rows = uint32(uint32(place.warp >> uint32(2)) * uint32(32 * 128))
+        rows = uint32(place.group * uint32(GROUP_ROWS * 128))
         chosen = uint32(place.half * uint32(64))
         left = left_address(uint32(place.queries + rows), place.lane) ^ chosen
         right = right_address(uint32(buffer + uint32(place.keys * uint32(128))), place.lane) ^ chosen
@@ -397,42 +444,84 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
         own = lower_half(scores)
         if place.half == uint32(0):
             store_lanes(exchanged, upper_half(scores))
-        named_barrier(uint32(pair + uint32(1)), uint32(PAIR_THREADS))
+        named_barrier(uint32(pair + uint32(FIRST_PAIR)), uint32(PAIR_THREADS))
         if place.half == uint32(1):
             own = add_tiles(upper_half(scores), load_half(exchanged))
             store_lanes(exchanged, lower_half(scores))
-        named_barrier(uint32(pair + uint32(1)), uint32(PAIR_THREADS))
+        named_barrier(uint32(pair + uint32(FIRST_PAIR)), uint32(PAIR_THREADS))
         if place.half == uint32(0):
             own = add_tiles(own, load_half(exchanged))
         return own
 
     @device_routine
-    def add_values(place, buffer, s_factors, output):  # type: ignore[no-untyped-def]
-        """Scale the outputs, and add probabilities times values: 64 rows x 64 columns a warp."""
-        row = uint32(place.lane >> uint32(2))
-        output = scale_rows(
-            output,
-            (
-                s_factors[row],
-                s_factors[uint32(row + uint32(8))],
-                s_factors[uint32(row + uint32(16))],
-                s_factors[uint32(row + uint32(24))],
-                s_factors[uint32(row + uint32(32))],
-                s_factors[uint32(row + uint32(40))],
-                s_factors[uint32(row + uint32(48))],
-                s_factors[uint32(row + uint32(56))],
-            ),
+    def weigh_scores(place, tree, item, scale, s_seen, s_maxima, s_factors, block, node, scores, past):  # type: ignore[no-untyped-def]
+        """Turn scores into probabilities in shared memory; a group takes part.
+
+        `past` are the maxima and sums of the lane's two rows, which come back with this block's.
+        """
+        maximum_0, maximum_1, sum_0, sum_1 = past
+        quad = uint32(place.lane & uint32(3))
+        own = uint32(place.keys << uint32(1))  # where the warp's maxima begin, and the others of its rows
+        other = uint32(own ^ uint32(TILE_ROWS))
+        below = uint32(place.row + uint32(8))
+        ends = (
+            row_end(item, tree, s_seen, block, node, place.row),
+            row_end(item, tree, s_seen, block, node, below),
         )
-        left = left_address(place.weights, place.lane)
-        chunk = uint32(buffer + uint32(place.warp * uint32(CHUNK_BYTES)))
-        right = left_address(chunk, place.lane)
-        output = multiply(output, load_weights(left), load_values(right))
-        left, right = uint32(left ^ uint32(32)), uint32(right + uint32(2048))
-        output = multiply(output, load_weights(left), load_values(right))
-        left, right = uint32(left ^ uint32(96)), uint32(right + uint32(2048))
-        output = multiply(output, load_weights(left), load_values(right))
-        left, right = uint32(left ^ uint32(32)), uint32(right + uint32(2048))
-        return multiply(output, load_weights(left), load_values(right))
+        column = int32(place.keys + uint32(quad << uint32(1)))
+        first_column = int32(item.first_seen - block * int32(KEY_BLOCK))
+        scores = scale_columns_within(scores, scale, column, first_column, ends)
+        largest = row_maxima(scores)
+        top_0 = larger_of(largest[0], cuda.shfl_xor_sync(0xFFFFFFFF, largest[0], 1))
+        top_1 = larger_of(largest[1], cuda.shfl_xor_sync(0xFFFFFFFF, largest[1], 1))
+        top_0 = larger_of(top_0, cuda.shfl_xor_sync(0xFFFFFFFF, top_0, 2))
+        top_1 = larger_of(top_1, cuda.shfl_xor_sync(0xFFFFFFFF, top_1, 2))
+        if quad == uint32(0):
+            s_maxima[uint32(own + place.row)] = top_0
+            s_maxima[uint32(own + below)] = top_1
+        group_barrier(place)
+        top_0 = larger_of(top_0, s_maxima[uint32(other + place.row)])
+        top_1 = larger_of(top_1, s_maxima[uint32(other + below)])
+        top_0, top_1 = larger_of(maximum_0, top_0), larger_of(maximum_1, top_1)
+        # Of a row that has seen nothing yet, everything is 2^-inf.
+        origin_0 = top_0 if top_0 > float32(-np.inf) else float32(0)
+        origin_1 = top_1 if top_1 > float32(-np.inf) else float32(0)
+        factor_0 = exp2(sum_of(maximum_0, -origin_0))
+        factor_1 = exp2(sum_of(maximum_1, -origin_1))
+        weights = exp2_below(scores, (origin_0, origin_1))
+        unit = uint32(place.keys >> uint32(3))
+        target = uint32(unit_address(place.weights, place.row, unit) + uint32(quad << uint32(2)))
+        store_weights(target, weights)
+        if quad == uint32(0) and place.keys == uint32(0):
+            s_factors[place.row] = factor_0
+            s_factors[below] = factor_1
+        added = row_sums(weights)
+        sum_0 = multiply_add(sum_0, factor_0, added[0])
+        sum_1 = multiply_add(sum_1, factor_1, added[1])
+        group_barrier(place)
+        return top_0, top_1, sum_0, sum_1
+
+    @device_routine
+    def add_values(place, buffer, s_factors, left_output, right_output):  # type: ignore[no-untyped-def]
+        """Scale the outputs, and add probabilities times values: 32 rows x 64 columns, twice a warp."""
+        first = uint32(place.group * uint32(GROUP_ROWS))
+        row = uint32(first + uint32(place.lane >> uint32(2)))
+        factors = (
+            s_factors[row],
+            s_factors[uint32(row + uint32(8))],
+            s_factors[uint32(row + uint32(16))],
+            s_factors[uint32(row + uint32(24))],
+        )
+        left_output, right_output = scale_rows(left_output, factors), scale_rows(right_output, factors)
+        weights = left_address(uint32(place.weights + uint32(first * uint32(128))), place.lane)
+        chunk = uint32(uint32(place.warp & uint32(3)) * uint32(2 * CHUNK_BYTES))
+        values = left_address(uint32(buffer + chunk), place.lane)
+        for step in range(uint32(4)):
+            own = load_operands(uint32(weights ^ uint32(uint32(step) << uint32(5))))
+            left_output = multiply(left_output, own, load_values(values))
+            right_output = multiply(right_output, own, load_values(uint32(values + uint32(CHUNK_BYTES))))
+            values = uint32(values + uint32(16 * 128))
+        return left_output, right_output
 
     def tensor_cores_kernel(  # type: ignore[no-untyped-def]
         q_nope,  # uint64: address of the rows [B * N * H, LATENT]
@@ -484,11 +573,9 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
         s_seen = s_words[uint32(state_at + uint32(SEEN)) :]
         s_maxima = s_floats[uint32(state_at + uint32(MAXIMA)) :]
         s_factors = s_floats[uint32(state_at + uint32(FACTORS)) :]
+        s_rows = s_words[uint32(state_at + uint32(LOOKED_UP)) :]
         place = place_of_thread(base)
-        quad = uint32(place.lane & uint32(3))
-        half_keys = uint32(place.keys << uint32(1))  # where the warp's half of the maxima begins
-        other_half = uint32(half_keys ^ uint32(TILE_ROWS))
-        below = uint32(place.row + uint32(8))
+        is_first = place.group == uint32(0)
         length = split_length(tree, keys, wave, max_keys)
         request_rows = int64(ancestor_bits.shape[1]) * int64(heads)
         index = int32(cuda.blockIdx.x)
@@ -497,102 +584,81 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
             if request < 0:
                 return
             index = int32(index + workers)
-            prefix = prefix_of(tree, request)
-            first_row = int32(tile * int32(TILE_ROWS))
-            rows = int32(min(int32(TILE_ROWS), int32(num_nodes[uint32(request)] * heads - first_row)))
-            begin = int32(split * length)
-            item = Item(
-                request, split, first_row, rows, prefix, int32(0) if sees_prefix else prefix, begin,
-                int32(min(int64(begin) + int64(length), int64(1 << 26))),
-            )  # fmt: skip
-            first = int64(request) * request_rows + int64(first_row)
+            item = item_of(tree, request, tile, split, length, sees_prefix)
+            first = int64(request) * request_rows + int64(item.first_row)
             cuda.syncthreads()  # of the item before, all is read
             count_keys(place, tree, item, s_seen)
             if place.thread == uint32(0):
                 s_state[FAULT] = 0
-            load_queries(place, q_nope, nope_stride, q_pe, pe_stride, first, uint32(rows))
+            load_queries(place, q_nope, nope_stride, q_pe, pe_stride, first, uint32(item.rows))
             cuda.syncthreads()
-            start = begin if sees_prefix else int32(max(begin, int32(prefix // int32(KEY_BLOCK))))
+            start = item.begin if sees_prefix else int32(max(item.begin, first_path_block(item)))
             block, node = following(item, tree, s_seen, int32(start - 1), int32(-1))
-            buffer = place.buffers
+            next_block, next_node = following(item, tree, s_seen, block, node)
+            row = uint32(place.thread & uint32(KEY_BLOCK - 1))
+            rows_at, next_rows_at = uint32(0), uint32(2 * KEY_BLOCK)
+            if place.thread < uint32(KEY_BLOCK):
+                if block >= 0:
+                    look_up(row, keys, tree, item, block, node, s_seen, s_rows, s_state)
+            elif place.thread < uint32(2 * KEY_BLOCK) and next_block >= 0:
+                look_up(row, keys, tree, item, next_block, next_node, s_seen, s_rows[next_rows_at:], s_state)
+            buffer = uint32(base + uint32(KEYS_AT))
             spare = uint32(buffer + uint32(BLOCK_BYTES))
-            if block >= 0:
-                load_block(
-                    place, keys, tree, item, block, node, seen_by(item, tree, s_seen, node), buffer, s_state
-                )
-            close_copies()
-            output = no_output()
-            maximum_0, maximum_1 = float32(-np.inf), float32(-np.inf)
-            sum_0, sum_1 = float32(0), float32(0)
+            cuda.syncthreads()
+            if block >= 0 and not is_first:
+                load_block(place.thread, keys, s_rows, buffer)
+            left_output, right_output = no_output(), no_output()
+            past = (float32(-np.inf), float32(-np.inf), float32(0), float32(0))
+            is_due = False  # whether the second group has outputs to add
             while block >= 0:
-                next_block, next_node = following(item, tree, s_seen, block, node)
+                later_block, later_node = following(item, tree, s_seen, next_block, next_node)
+                takes_part = has_rows(place, item, tree, node)
+                close_copies()
                 wait_for_copies()
                 cuda.syncthreads()
-                if next_block >= 0:
-                    seen = seen_by(item, tree, s_seen, next_node)
-                    load_block(place, keys, tree, item, next_block, next_node, seen, spare, s_state)
-                close_copies()
-
-                scores = scores_of(place, buffer)
-                ends = (
-                    row_end(place, item, tree, s_seen, block, node, place.row),
-                    row_end(place, item, tree, s_seen, block, node, below),
-                )
-                column = int32(place.keys + uint32(quad << uint32(1)))
-                first_column = int32(item.first_seen - block * int32(KEY_BLOCK))
-                scores = scale_columns_within(scores, scale, column, first_column, ends)
-                largest = row_maxima(scores)
-                top_0 = larger_of(largest[0], cuda.shfl_xor_sync(0xFFFFFFFF, largest[0], 1))
-                top_1 = larger_of(largest[1], cuda.shfl_xor_sync(0xFFFFFFFF, largest[1], 1))
-                top_0 = larger_of(top_0, cuda.shfl_xor_sync(0xFFFFFFFF, top_0, 2))
-                top_1 = larger_of(top_1, cuda.shfl_xor_sync(0xFFFFFFFF, top_1, 2))
-                if quad == uint32(0):
-                    s_maxima[uint32(half_keys + place.row)] = top_0
-                    s_maxima[uint32(half_keys + below)] = top_1
-                cuda.syncthreads()
-                top_0 = larger_of(top_0, s_maxima[uint32(other_half + place.row)])
-                top_1 = larger_of(top_1, s_maxima[uint32(other_half + below)])
-                top_0, top_1 = larger_of(maximum_0, top_0), larger_of(maximum_1, top_1)
-                # Of a row that has seen nothing yet, everything is 2^-inf.
-                origin_0 = top_0 if top_0 > float32(-np.inf) else float32(0)
-                origin_1 = top_1 if top_1 > float32(-np.inf) else float32(0)
-                factor_0 = exp2(sum_of(maximum_0, -origin_0))
-                factor_1 = exp2(sum_of(maximum_1, -origin_1))
-                maximum_0, maximum_1 = top_0, top_1
-                weights = exp2_below(scores, (origin_0, origin_1))
-                unit = uint32(place.keys >> uint32(3))
-                target = uint32(unit_address(place.weights, place.row, unit) + uint32(quad << uint32(2)))
-                store_weights(target, weights)
-                if quad == uint32(0) and place.keys == uint32(0):
-                    s_factors[place.row] = factor_0
-                    s_factors[below] = factor_1
-                added = row_sums(weights)
-                sum_0 = multiply_add(sum_0, factor_0, added[0])
-                sum_1 = multiply_add(sum_1, factor_1, added[1])
-                cuda.syncthreads()
-                output = add_values(place, buffer, s_factors, output)
+                if is_first:
+                    # `rows_at` was read a block ago.
+                    if later_block >= 0 and place.thread < uint32(KEY_BLOCK):
+                        look_up(
+                            row, keys, tree, item, later_block, later_node, s_seen, s_rows[rows_at:], s_state
+                        )
+                else:
+                    if is_due:
+                        left_output, right_output = add_values(
+                            place, spare, s_factors, left_output, right_output
+                        )
+                    group_barrier(place)
+                    if next_block >= 0:
+                        load_block(place.thread, keys, s_rows[next_rows_at:], spare)
+                if takes_part:
+                    scores = scores_of(place, buffer)
+                    past = weigh_scores(
+                        place, tree, item, scale, s_seen, s_maxima, s_factors, block, node, scores, past
+                    )
+                    if is_first:
+                        left_output, right_output = add_values(
+                            place, buffer, s_factors, left_output, right_output
+                        )
+                is_due = takes_part
                 buffer, spare = spare, buffer
+                rows_at, next_rows_at = next_rows_at, rows_at
                 block, node = next_block, next_node
-
-            wait_for_copies()
-            if s_state[FAULT] != 0:
-                sum_0, sum_1 = float32(np.nan), float32(np.nan)
-            sum_0 = sum_of(sum_0, cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1))
-            sum_1 = sum_of(sum_1, cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1))
-            sum_0 = sum_of(sum_0, cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 2))
-            sum_1 = sum_of(sum_1, cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 2))
+                next_block, next_node = later_block, later_node
+            if is_due and not is_first:
+                left_output, right_output = add_values(place, spare, s_factors, left_output, right_output)
+            wait_for_copies()  # of queries, if there was no block
             cuda.syncthreads()
-            if quad == uint32(0):
-                s_maxima[uint32(half_keys + place.row)] = sum_0
-                s_maxima[uint32(half_keys + below)] = sum_1
-                if place.keys == uint32(0):
-                    s_factors[place.row] = maximum_0
-                    s_factors[below] = maximum_1
+            share_sums(place, past, s_state, s_maxima, s_factors)
             cuda.syncthreads()
-            wave_row = int64(int64(request) * int64(tiles_of_request(tree)) + int64(tile) - int64(first_tile))
+            wave_row = int64(request) * int64(tiles_of_request(tree)) + int64(tile) - int64(first_tile)
+            wave_row = int64(wave_row * int64(TILE_ROWS))
             store_outputs(
-                place, item, length, s_seen, s_maxima, s_factors, output, partials, partial_sums,
-                int64(wave_row * int64(TILE_ROWS)), out, lse, first, form,
+                place, item, length, s_seen, s_maxima, s_factors, left_output, uint32(0), partials,
+                partial_sums, wave_row, out, lse, first, form,
+            )  # fmt: skip
+            store_outputs(
+                place, item, length, s_seen, s_maxima, s_factors, right_output, uint32(64), partials,
+                partial_sums, wave_row, out, lse, first, form,
             )  # fmt: skip
 
     tensor_cores_kernel.__name__ = tensor_cores_kernel.__qualname__ = name
