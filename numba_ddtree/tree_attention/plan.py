@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -101,8 +101,8 @@ class TreeAttention:
     out_dtype: np.dtype[Any]
     kernel: str
     placement: Placement
-    _sizes: SplitSizes
-    _memory: dict[str, Any]
+    _sizes: SplitSizes = field(repr=False)
+    _memory: dict[str, Any] = field(repr=False)
 
     @classmethod
     def plan(
@@ -452,11 +452,11 @@ def _memory_of(sizes: SplitSizes, placement: Placement, workspace: Array | None)
     else:
         view = _checked_workspace(workspace, sizes.workspace_bytes)
     memory, address = {}, view.pointer
-    for name, field in fields.items():
-        strides = c_strides(field.shape, np.dtype(field.dtype).itemsize)
-        dtype = np.dtype(field.dtype)
-        memory[name] = DeviceView(address, field.shape, strides, dtype, view.device_id, view.owner)
-        address += workspace_bytes({"": {name: field}})
+    for name, part in fields.items():
+        dtype = np.dtype(part.dtype)
+        strides = c_strides(part.shape, dtype.itemsize)
+        memory[name] = DeviceView(address, part.shape, strides, dtype, view.device_id, view.owner)
+        address += workspace_bytes({"": {name: part}})
     return memory
 
 

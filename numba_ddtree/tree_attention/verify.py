@@ -182,11 +182,11 @@ def verify_attention(
 
 
 def checked_bound(given: Arguments, max_prefix_length: int | None) -> int | None:
-    """Check a bound on prefix lengths against what there is room for."""
+    """Check a bound on prefix lengths; in float32 it is for a cache that has room for them."""
     if max_prefix_length is None:
         return None
-    capacity = given.key_capacity
-    limit = MAX_KEYS - MAX_SLOTS if capacity is None else min(capacity, MAX_KEYS - MAX_SLOTS)
+    keys = int(given.views["ckv_cache"].shape[1])
+    limit = keys if given.dtype == FLOAT32 and not given.is_paged else MAX_KEYS - MAX_SLOTS
     return check_count("max_prefix_length", max_prefix_length, 0, limit)
 
 
