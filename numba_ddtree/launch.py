@@ -217,13 +217,15 @@ class SimulatedLaunch:
     ) -> None:
         self.name = name
         self.arguments = list(arguments)
-        self._configured = None if blocks == 0 else dispatcher[blocks, threads, 0, shared_bytes]
+        self._dispatcher = dispatcher
+        self._grid = blocks, threads, 0, shared_bytes
 
     def launch(self, stream: StreamLike) -> None:
         """Run the kernel to its end."""
-        if self._configured is not None:
+        if self._grid[0] > 0:
+            # Configured only now: to the simulator, a kernel has one grid at a time.
             with _quick_thread_switches():
-                self._configured(*map(_with_bits, self.arguments))
+                self._dispatcher[self._grid](*map(_with_bits, self.arguments))
 
     def replace(self, place: int, argument: Any) -> None:
         """Put another argument in the place of one, as `PreparedLaunch.replace` does."""

@@ -75,3 +75,18 @@ def test_host_arrays_are_refused_by_a_planned_round() -> None:
     planned = DDTreeRound.plan(2, 2, 8, 3, library="numba")
     with pytest.raises(ArgumentError, match=r"^logits: got host arrays; expected arrays on CUDA device 0"):
         planned.draft(np.zeros((2, 2, 8), np.float32))
+
+
+def test_sequences_of_other_grids_do_not_mix(rng: np.random.Generator) -> None:
+    from numba_ddtree.launch import LaunchSequence
+    from numba_ddtree.tree_build import build_tree
+
+    sequences, trees = [], []
+    for batch in (3, 1):
+        sequences.append(LaunchSequence())
+        log_probs = cuda.to_device(np.log(np.full((batch, 1, 2), 0.5, np.float32)))
+        ids = cuda.to_device(np.zeros((batch, 1, 2), np.int32))
+        trees.append(build_tree(log_probs, ids, 2, stream=sequences[-1]))
+    for sequence in sequences:
+        sequence.launch()
+    assert [tree.num_nodes.copy_to_host().tolist() for tree in trees] == [[3, 3, 3], [3]]
