@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from numba_ddtree.bundle import Bundle, read_bundle, write_bundle
+    from numba_ddtree.device_group import DeviceGroup
     from numba_ddtree.draft_candidates import DraftCandidates, draft_topk, draft_topk_workspace_shape
     from numba_ddtree.draw import draw_tree
-    from numba_ddtree.errors import ArgumentError, BackendError, BundleError, DDTreeError
+    from numba_ddtree.errors import ArgumentError, BackendError, BundleError, DDTreeError, LaneError
+    from numba_ddtree.head_lanes import HeadLanes
     from numba_ddtree.kv_caches import KVCaches
     from numba_ddtree.kv_compact import compact_kv
     from numba_ddtree.launch import LaunchSequence, warmup
     from numba_ddtree.round import DDTreeRound
+    from numba_ddtree.round_lanes import RoundLanes
     from numba_ddtree.round_state import RoundState
     from numba_ddtree.status import FinishReason, TreeStatus
     from numba_ddtree.token_choice import choose_tokens
@@ -42,11 +45,15 @@ _HOMES = {
     "BundleError": "errors",
     "DDTreeError": "errors",
     "DDTreeRound": "round",
+    "DeviceGroup": "device_group",
     "DraftCandidates": "draft_candidates",
     "DraftTree": "tree",
     "FinishReason": "status",
+    "HeadLanes": "head_lanes",
     "KVCaches": "kv_caches",
+    "LaneError": "errors",
     "LaunchSequence": "launch",
+    "RoundLanes": "round_lanes",
     "RoundState": "round_state",
     "TreeAttention": "tree_attention",
     "TreeStatus": "status",
@@ -74,11 +81,15 @@ __all__ = [
     "BundleError",
     "DDTreeError",
     "DDTreeRound",
+    "DeviceGroup",
     "DraftCandidates",
     "DraftTree",
     "FinishReason",
+    "HeadLanes",
     "KVCaches",
+    "LaneError",
     "LaunchSequence",
+    "RoundLanes",
     "RoundState",
     "TreeAttention",
     "TreeStatus",

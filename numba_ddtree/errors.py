@@ -43,5 +43,30 @@ class BackendError(DDTreeError, RuntimeError):
     """The chosen backend cannot run here: no device, no driver or no toolkit library."""
 
 
+class LaneError(DDTreeError, RuntimeError):
+    """Work of a lane failed, or its device cannot be used.
+
+    Parameters
+    ----------
+    lanes : tuple of int
+        The lanes at fault, by their index in the `DeviceGroup`.
+    reason : str
+        What failed; it names each lane and its device.
+
+    Attributes
+    ----------
+    lanes, reason
+        As given.
+    """
+
+    def __init__(self, lanes: tuple[int, ...], reason: str) -> None:
+        super().__init__(lanes, reason)
+        self.lanes = lanes
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class BundleError(DDTreeError, ValueError):
     """A KDTR bundle is malformed, or what should be written does not fit the format."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -39,6 +39,10 @@ from numba_ddtree.tree import AcceptResult, Array, DraftTree
 from numba_ddtree.tree_accept import accept_tree
 from numba_ddtree.tree_build import build_tree
 from numba_ddtree.workspace import allocate, workspace_bytes
+
+if TYPE_CHECKING:
+    from numba_ddtree.device_group import DeviceGroup
+    from numba_ddtree.round_lanes import RoundLanes
 
 WIDEST_LOAD = 16  # bytes; how logits are loaded depends on their address modulo this
 
@@ -184,6 +188,13 @@ class DDTreeRound:
                 backend=backend,
             )
         )
+
+    @classmethod
+    def plan_lanes(cls, devices: DeviceGroup, *sizes: int, **options: Any) -> RoundLanes:
+        """Plan the rounds of one batch over several lanes: `RoundLanes.plan`, with its arguments."""
+        from numba_ddtree.round_lanes import RoundLanes
+
+        return RoundLanes.plan(devices, *sizes, **options)
 
     @property
     def workspace_bytes(self) -> int:

@@ -167,15 +167,8 @@ def start_requests(
     stream: StreamLike,
 ) -> None:
     """Put requests into the batch; `DDTreeRound.start` describes the parameters and errors."""
-    given, views = gather(
-        root_tokens=root_tokens, prefix_lengths=prefix_lengths, remaining=remaining, requests=requests
-    )
-    if not given.on_host and given.device_id != placement.device_id:
-        raise ArgumentError("root_tokens", given, f"host arrays, or {placement}")
     batch = state.root_tokens.shape[0]
-    views = _checked(views, batch)
-    if given.on_host:
-        _check_values(views, batch)
+    given, views = checked_start(batch, placement, root_tokens, prefix_lengths, remaining, requests)
     if requests is not None and views["requests"].shape[0] == 0:
         return  # to the kernel, an empty array is one that was not given
     if placement.on_host:
@@ -188,6 +181,27 @@ def start_requests(
             *(transfer.input(view) for view in views.values()),
             *state.views(),
         )
+
+
+def checked_start(
+    batch: int,
+    placement: Placement,
+    root_tokens: Array,
+    prefix_lengths: Array,
+    remaining: Array | None,
+    requests: Array | None,
+) -> tuple[Placement, dict[str, Any]]:
+    """Check what `DDTreeRound.start` is given, and return where it is, and views of it."""
+    given, views = gather(
+        root_tokens=root_tokens, prefix_lengths=prefix_lengths, remaining=remaining, requests=requests
+    )
+    if not given.on_host and given.device_id != placement.device_id:
+        expected = "host arrays" if placement.on_host else f"host arrays, or {placement}"
+        raise ArgumentError("root_tokens", given, expected)
+    views = _checked(views, batch)
+    if given.on_host:
+        _check_values(views, batch)
+    return given, views
 
 
 def pass_by(state: RoundState, tree: DraftTree, placement: Placement, stream: StreamLike) -> None:

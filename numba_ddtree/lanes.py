@@ -1,0 +1,324 @@
+"""Lanes: streams on one or several devices, each with its events, memory and graphs, driven by one thread.
+
+Nothing here waits for a device but `synchronize`, `elapsed_us` and `close`. Work of different lanes
+overlaps, whether they are on several devices or on one; what has to come after what is said by events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import numpy as np
+from cuda.bindings import driver
+from numpy.typing import NDArray
+
+from numba_ddtree.arrays import DeviceView, StreamLike, device_view
+from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.devices import numba_stream
+from numba_ddtree.driver_faults import fault_text, is_cuda_error, one_line, result_of
+from numba_ddtree.errors import ArgumentError, DDTreeError, LaneError
+
+BUSY = "DEVICE_UNAVAILABLE"  # the driver's word for a device that another process has to itself
+
+Capturable: TypeAlias = Callable[[StreamLike], object]
+"""Launches work on the stream that it is given, without allocating and without synchronising."""
+
+
+class Lane:
+    """A share of the work that runs at once: on the host, or in Numba's simulator. `DeviceGroup` makes lanes.
+
+    ``with lane:`` makes the lane's device current, and names the lane in whatever fails inside.
+
+    Attributes
+    ----------
+    index : int
+        Place in the group.
+    device_id : int or None
+        None for the host.
+    stream : cuda.core.Stream or None
+        The lane's own, which the default stream does not wait for; None where work runs at once.
+    """
+
+    stream: Any = None
+
+    def __init__(self, index: int, device_id: int | None) -> None:
+        self.index = index
+        self.device_id = device_id
+        self._calls: dict[str, Capturable] = {}
+        self._seconds = 0.0
+
+    def __str__(self) -> str:
+        return f"lane {self.index} ({_device_text(self.device_id)})"
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self._raise_named(error)
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """Names of what was captured."""
+        return tuple(self._calls)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was launched has run to its end; raises `LaneError` if it failed."""
+        return True
+
+    def capture(self, name: str, call: Capturable) -> None:
+        """Capture work as a graph, for `launch`; one of the same name is replaced.
+
+        The arrays that the work uses live for as long as the call refers to them.
+
+        Parameters
+        ----------
+        name : str
+        call : callable
+            Launches the work on the stream that it is given; it has run before if it compiles anything.
+
+        Raises
+        ------
+        ArgumentError, LaneError
+            What the call raises, with the lane's name.
+        """
+        self._calls[name] = call
+
+    def launch(self, name: str) -> None:
+        """Launch a captured graph on the lane's stream; does not wait."""
+        self._check_graph(name)
+        began = time.perf_counter()
+        with self:
+            self._calls[name](None)
+        self._seconds = time.perf_counter() - began
+
+    def wait_for(self, event: Any) -> None:
+        """Let what is launched from now on come after an event, of whatever lane; the host goes on."""
+
+    def done(self) -> Any:
+        """Return an event of all that was launched so far; the next call of `done` sets it anew."""
+        return None
+
+    def put(self, array: NDArray[Any]) -> Any:
+        """Copy a host array to where the lane's kernels read it."""
+        return cuda.to_device(array) if SIMULATED and self.device_id is not None else array.copy()
+
+    def write(self, target: Any, content: NDArray[Any]) -> None:
+        """Replace the content of an array of the lane's, after what was launched before."""
+        target[...] = content
+
+    def elapsed_us(self) -> float:
+        """Microseconds from the begin to the end of the last `launch`, on the device; waits for the end.
+
+        Needs a group with ``timing=True``.
+        """
+        return 1e6 * self._seconds
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched; raises `LaneError` if it failed."""
+
+    def close(self) -> None:
+        """Wait for the lane's work and free what it has; raises `LaneError` if the work failed."""
+        self._calls.clear()
+
+    def _check_graph(self, name: str) -> None:
+        if name not in self._calls:
+            known = ", ".join(map(repr, self._calls)) or "nothing"
+            raise ArgumentError("name", repr(name), f"what {self} has captured: {known}")
+
+    def _raise_named(self, error: Exception) -> None:
+        """Raise an error again, with the lane's name."""
+        if isinstance(error, LaneError):
+            return
+        if isinstance(error, ArgumentError):
+            raise ArgumentError(f"{self}, {error.argument}", error.got, error.expected) from error
+        if isinstance(error, DDTreeError) or is_cuda_error(error):
+            raise LaneError((self.index,), f"{self}: {one_line(error)}") from error
+
+
+class DeviceLane(Lane):
+    """A lane on a device.
+
+    Parameters
+    ----------
+    index, device_id : int
+    timing : bool
+        Whether `launch` marks its begin and its end, for `elapsed_us`; that takes the host microseconds.
+
+    Raises
+    ------
+    LaneError
+        The device cannot be used: another process has it to itself, or it has no memory left.
+    """
+
+    def __init__(self, index: int, device_id: int, timing: bool = False) -> None:
+        from cuda.core import Device, EventOptions
+
+        super().__init__(index, device_id)
+        self._graphs: dict[str, Any] = {}
+        self._buffers: list[Any] = []
+        self._timing = timing
+        try:
+            with kept_context():
+                self._device = Device(device_id)
+                self._device.set_current()
+                self.context = result_of(driver.cuCtxGetCurrent())
+                self.stream = self._device.create_stream()
+                timed = EventOptions(timing_enabled=True)
+                self._begun, self._ended = (self._device.create_event(timed) for _ in range(2))
+                self._done = self._device.create_event()
+        except Exception as error:
+            reason = one_line(error)
+            hint = "; another process has it to itself" if BUSY in reason else ""
+            raise LaneError((index,), f"{self}: the device cannot be used: {reason}{hint}") from error
+
+    def __enter__(self) -> Lane:
+        result_of(driver.cuCtxPushCurrent(self.context))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        driver.cuCtxPopCurrent()
+        super().__exit__(kind, error, trace)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was launched has run to its end; raises `LaneError` if it failed."""
+        (fault,) = driver.cuStreamQuery(self.stream.handle)
+        if fault == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if fault:
+            raise LaneError((self.index,), f"{self}: {fault_text(fault)}")
+        return True
+
+    def capture(self, name: str, call: Capturable) -> None:
+        """Capture work as a graph; see `Lane.capture`."""
+        with self:
+            builder = self.stream.create_graph_builder().begin_building()
+            try:
+                call(self.stream)
+            except BaseException:
+                driver.cuStreamEndCapture(self.stream.handle)  # which may be invalid, and fail, by now
+                raise
+            graph = builder.end_building().complete()
+            graph.upload(self.stream)
+        if name in self._graphs:
+            self._graphs[name].close()
+        self._graphs[name], self._calls[name] = graph, call
+
+    def launch(self, name: str) -> None:
+        """Launch a captured graph on the lane's stream; does not wait."""
+        self._check_graph(name)
+        with self:
+            if self._timing:
+                self.stream.record(self._begun)
+            self._graphs[name].launch(self.stream)
+            if self._timing:
+                self.stream.record(self._ended)
+
+    def wait_for(self, event: Any) -> None:
+        """Let what is launched from now on come after an event, of whatever lane; the host goes on."""
+        if event is not None:
+            with self:
+                self.stream.wait(event)
+
+    def done(self) -> Any:
+        """Return an event of all that was launched so far; the next call of `done` sets it anew."""
+        with self:
+            self.stream.record(self._done)
+        return self._done
+
+    def new_event(self) -> Any:
+        """Make an event of the lane's device, without times."""
+        with self:
+            return self._device.create_event()
+
+    def put(self, array: NDArray[Any]) -> Any:
+        """Copy a host array to the lane's device."""
+        with self:
+            return cuda.to_device(array, stream=numba_stream(int(self.stream.handle), self.device_id))
+
+    def write(self, target: Any, content: NDArray[Any]) -> None:
+        """Replace the content of an array of the lane's, after what was launched before."""
+        view = device_view("target", target)
+        host = np.ascontiguousarray(content, view.dtype)
+        if host.shape != view.shape:
+            raise ArgumentError("content", f"shape {host.shape}", f"shape {view.shape}")
+        with self:
+            result_of(
+                driver.cuMemcpyHtoDAsync(view.pointer, host.ctypes.data, host.nbytes, self.stream.handle)
+            )
+
+    def allocate(self, nbytes: int) -> DeviceView:
+        """Allocate bytes on the lane's device, which live until the lane is closed; of undefined content."""
+        with self:
+            buffer = self._device.allocate(nbytes, stream=self.stream)
+        self._buffers.append(buffer)
+        device = int(self._device.device_id)
+        return DeviceView(int(buffer.handle), (nbytes,), (1,), np.dtype(np.uint8), device, buffer)
+
+    def allocate_pinned(self, nbytes: int) -> int:
+        """Allocate bytes on the host that every device can copy from and to; returns their address."""
+        from cuda.core import LegacyPinnedMemoryResource
+
+        with self:
+            buffer = LegacyPinnedMemoryResource().allocate(nbytes)
+        self._buffers.append(buffer)
+        return int(buffer.handle)
+
+    def elapsed_us(self) -> float:
+        """Microseconds from the begin to the end of the last `launch`; waits for the end."""
+        if not self._timing:
+            raise ArgumentError("timing", False, "a group with timing=True")
+        with self:
+            self._ended.sync()
+            return 1000 * float(self._ended - self._begun)
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched; raises `LaneError` if it failed."""
+        with self:
+            self.stream.sync()
+
+    def close(self) -> None:
+        """Wait for the lane's work and free what it has; raises `LaneError` if the work failed."""
+        if self.stream.is_closed:
+            return
+        try:
+            self.synchronize()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        """Free what there is, in a context that may be broken."""
+        events = self._begun, self._ended, self._done
+        (fault,) = driver.cuCtxPushCurrent(self.context)
+        for resource in (*self._graphs.values(), *self._buffers, *events, self.stream):
+            resource.close()
+        if not fault:
+            driver.cuCtxPopCurrent()
+        self._graphs.clear()
+        self._calls.clear()
+        self._buffers.clear()
+
+
+class kept_context:  # noqa: N801 - named like contextlib's
+    """Leave the current device as it was."""
+
+    def __enter__(self) -> None:
+        fault, self._context = driver.cuCtxGetCurrent()
+        self._is_known = not fault  # the driver may not even be initialised
+
+    def __exit__(self, *raised: object) -> None:
+        if self._is_known:
+            driver.cuCtxSetCurrent(self._context)
+
+
+def _device_text(device_id: int | None) -> str:
+    return "host" if device_id is None else f"CUDA device {device_id}"
