@@ -245,7 +245,7 @@ def _check_shapes(views: dict[str, Any]) -> None:
 
 
 def _log_base(name: str, base: Any) -> float:
-    if isinstance(base, bool) or base not in BASES:
+    if not isinstance(base, int | float) or base not in BASES:
         raise ArgumentError(name, repr(base), "math.e or 2")
     return BASES[base]
 

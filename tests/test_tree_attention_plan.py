@@ -1,0 +1,392 @@
+"""Tree attention's plans: splits, workspace, layouts, and what a kernel is launched with.
+
+The device here is made up: arrays on it are addresses, and the kernel notes what it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+import numba_ddtree
+from numba_ddtree import ArgumentError, DraftTree, TreeAttention, tree_attention_workspace_bytes
+from numba_ddtree import transfer as transfer_module
+from numba_ddtree.arrays import DeviceView, c_strides
+from numba_ddtree.devices import find_device_fault
+from numba_ddtree.tree import TREE_DTYPES, tree_shapes
+from numba_ddtree.tree_attention import calls, kernels, plan, tail, verify
+from numba_ddtree.tree_attention.splits import default_split_keys, split_sizes, whole_range
+from numba_ddtree.tree_attention.work import SplitPlan, Work
+
+BYTES_OF_A_ROW = 4 * (512 + 2)
+B, N, H, P = 2, 9, 3, 5000
+
+
+def view(
+    address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None
+) -> DeviceView:
+    dtype = np.dtype(dtype)
+    return DeviceView(address, shape, strides or c_strides(shape, dtype.itemsize), dtype, 0, None)
+
+
+class MadeUpDevice:
+    """Addresses instead of memory, and the launches asked for."""
+
+    def __init__(self) -> None:
+        self.allocated: list[DeviceView] = []
+        self.launches: list[tuple[Work, SplitPlan]] = []
+        self.capability = (9, 0)
+        self.next_address = 1 << 40
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: Any) -> tuple[DeviceView, DeviceView]:
+        self.next_address += 1 << 36
+        array = view(self.next_address, shape, dtype)
+        self.allocated.append(array)
+        return array, array
+
+    def launch(self, transfer: Any, work: Work, splits: SplitPlan) -> None:
+        self.launches.append((work, splits))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
+    made_up = MadeUpDevice()
+    empty, nothing = view(0, (0,), np.int32), view(1 << 30, (1, 1, 1), np.float32)
+    target = SimpleNamespace(
+        synchronize=lambda: None,
+        gpus=[0],
+        get_current_device=lambda: SimpleNamespace(id=0, compute_capability=made_up.capability),
+    )
+    for module in (transfer_module, plan, verify, tail):
+        monkeypatch.setattr(module, "require_device", lambda: None)
+        monkeypatch.setattr(module, "device_context", lambda _: nullcontext())
+    for module in (plan, kernels):
+        monkeypatch.setattr(module, "cuda", target)
+    monkeypatch.setattr(transfer_module, "_empty", lambda _: empty)
+    monkeypatch.setattr(transfer_module, "numba_stream", lambda *_: 0)
+    monkeypatch.setattr(transfer_module.Transfer, "_allocate", lambda _, *given: made_up.allocate(*given))
+    monkeypatch.setattr(calls, "_nothing", lambda _: nothing)
+    for module in (plan, calls):
+        monkeypatch.setattr(module, "launcher_of", lambda _: made_up.launch)
+    return made_up
+
+
+def tree_on_device(batch: int = B, slots: int = N) -> DraftTree:
+    shapes = tree_shapes(batch, slots)
+    arrays = {name: view(4096 * (i + 1), shapes[name], TREE_DTYPES[name]) for i, name in enumerate(shapes)}
+    return DraftTree(**arrays, max_depth=slots - 1)
+
+
+def arguments(paging: str | None = None, dtype: Any = bfloat16, pages: int = 200) -> dict[str, Any]:
+    """Good arguments: queries fused, caches apart."""
+    rows = (B, 6000) if paging is None else (pages, 64)
+    row, stride = 576 * 2, 576 * 2 * H
+    queries = 1 << 32
+    given: dict[str, Any] = {
+        "q_nope": view(queries, (B, N, H, 512), dtype, (N * stride, stride, row, 2)),
+        "q_pe": view(queries + 1024, (B, N, H, 64), dtype, (N * stride, stride, row, 2)),
+        "ckv_cache": view(2 << 32, (*rows, 512), dtype),
+        "kpe_cache": view(3 << 32, (*rows, 64), dtype),
+        "tree": tree_on_device(),
+        "sm_scale": 0.1,
+        "prefix_lengths": view(512, (B,), np.int32),
+    }
+    if paging == "block_table":
+        given["block_table"] = view(1024, (B, 90), np.int32)
+    elif paging == "kv_indptr":
+        given |= {"kv_indptr": view(1024, (B + 1,), np.int32), "kv_indices": view(2048, (170,), np.int32)}
+    return given
+
+
+def planned(**changed: Any) -> TreeAttention:
+    return TreeAttention.plan(
+        **({"max_batch": B, "num_slots": N, "num_heads": H, "max_prefix_length": P} | changed)
+    )
+
+
+# Splits.
+
+
+@pytest.mark.parametrize(
+    ("longest", "keys"), [(0, 4096), (131072, 4096), (131073, 8192), (200_000, 8192), (2**20, 32768)]
+)
+def test_default_splits_depend_on_the_longest_prefix_alone(longest: int, keys: int) -> None:
+    assert default_split_keys(longest) == keys
+    for tiles, max_path in ((1, 1), (7, 65), (5000, 1025)):
+        sizes = split_sizes(
+            None, max_prefix_length=longest, max_path=max_path, tiles=tiles, workspace_limit=2**40
+        )
+        assert sizes.split_blocks == keys // 64
+        blocks = math.ceil((longest + max_path) / 64)
+        assert sizes.max_splits == max(1, math.ceil(blocks / sizes.split_blocks))
+
+
+@pytest.mark.parametrize("limit_tiles", [1, 2, 5, 9, 10, 11, 100])
+def test_waves_fit_the_limit_and_are_as_few_as_can_be(limit_tiles: int) -> None:
+    tiles, splits = 10, 3
+    tile_bytes = splits * 64 * BYTES_OF_A_ROW
+    sizes = split_sizes(
+        64, max_prefix_length=191, max_path=1, tiles=tiles, workspace_limit=limit_tiles * tile_bytes + 7
+    )
+    assert sizes.max_splits == splits
+    waves = -(-tiles // sizes.tiles_per_wave)
+    assert waves == -(-tiles // min(limit_tiles, tiles))
+    assert tile_bytes * sizes.tiles_per_wave <= sizes.workspace_bytes <= limit_tiles * tile_bytes + 512
+
+
+def test_a_limit_below_one_tile_is_refused() -> None:
+    tile_bytes = 3 * 64 * BYTES_OF_A_ROW
+    given: dict[str, Any] = {"max_prefix_length": 191, "max_path": 1, "tiles": 4}
+    with pytest.raises(
+        ArgumentError, match=rf"^workspace_limit: got {tile_bytes - 1}; expected at least {tile_bytes}"
+    ):
+        split_sizes(64, **given, workspace_limit=tile_bytes - 1)
+    assert split_sizes(64, **given, workspace_limit=tile_bytes).tiles_per_wave == 1
+
+
+def test_one_split_needs_no_memory() -> None:
+    for sizes in (
+        whole_range(7),
+        split_sizes(None, max_prefix_length=4000, max_path=96, tiles=7, workspace_limit=1),
+    ):
+        assert (sizes.max_splits, sizes.tiles_per_wave, sizes.workspace_bytes) == (1, 7, 0)
+    assert (
+        split_sizes(None, max_prefix_length=4000, max_path=97, tiles=7, workspace_limit=2**30).max_splits == 2
+    )
+
+
+@pytest.mark.parametrize(("longest", "splits"), [(0, 1), (127, 1), (128, 2), (4000, 32), (10**6, 32)])
+def test_fastest_leaves_the_length_to_the_device(longest: int, splits: int) -> None:
+    sizes = split_sizes("fastest", max_prefix_length=longest, max_path=1, tiles=3, workspace_limit=2**30)
+    assert (sizes.split_blocks, sizes.max_splits, sizes.split_keys) == (0, splits, "fastest")
+
+
+@pytest.mark.parametrize("split_keys", [0, -64, 63, 65, 64.0, True, "quickest", 2**31])
+def test_split_lengths_that_are_none(split_keys: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^split_keys: got .*; expected a multiple of 64 up to"):
+        tree_attention_workspace_bytes(1, 1, 1, max_prefix_length=9, split_keys=split_keys)
+
+
+def test_workspace_bytes_are_those_of_the_plan(device: MadeUpDevice) -> None:
+    for options in ({}, {"split_keys": 128}, {"split_keys": "fastest"}, {"workspace_limit": 2**22}):
+        needed = tree_attention_workspace_bytes(B, N, H, max_prefix_length=P, **options)
+        made = planned(**options)
+        assert made.workspace_bytes == needed == device.allocated[-1].shape[0]
+        _, splits = device.launches[-1]
+        ends = [
+            array.pointer + int(np.prod(array.shape)) * 4 for array in (splits.partials, splits.partial_sums)
+        ]
+        assert ends[0] <= splits.partial_sums.pointer
+        assert device.allocated[-1].pointer <= splits.partials.pointer
+        assert needed - 256 < ends[1] - device.allocated[-1].pointer <= needed
+
+
+# What is launched.
+
+
+@pytest.mark.parametrize("paging", [None, "block_table", "kv_indptr"])
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_kernel_is_told_where_everything_is(
+    device: MadeUpDevice, paging: str | None, is_planned: bool
+) -> None:
+    given = arguments(paging)
+    out, lse = view(5 << 32, (B, N, H, 512), bfloat16), view(6 << 32, (B, N, H), np.float32)
+    if is_planned:
+        results = planned(page_size=None if paging is None else 64).run(**given, out=out, lse=lse)
+    else:
+        results = numba_ddtree.verify_attention(**given, out=out, lse=lse, max_prefix_length=P)
+    assert results == (out, lse)
+    work, splits = device.launches[-1]
+    assert (work.batch, work.slots, work.heads, work.max_path) == (B, N, H, N)
+    assert (work.dtype, work.sm_scale, work.sees_prefix) == (bfloat16, 0.1, True)
+    assert (work.q_nope.address, work.q_nope.stride) == (1 << 32, 1152)
+    assert (work.q_pe.address, work.q_pe.stride) == ((1 << 32) + 1024, 1152)
+    keys = work.keys
+    assert (keys.ckv.address, keys.ckv.stride, keys.kpe.address, keys.kpe.stride) == (
+        2 << 32,
+        1024,
+        3 << 32,
+        128,
+    )
+    size = 6000 if paging is None else 64
+    assert (keys.page_size, keys.num_pages) == (size, B if paging is None else 200)
+    assert (keys.ckv_page_stride, keys.kpe_page_stride) == (1024 * size, 128 * size)
+    table = {None: (0, 0, 0), "block_table": (180, 0, 90), "kv_indptr": (170, B + 1, 0)}[paging]
+    assert (keys.page_table.shape[0], keys.page_starts.shape[0], keys.table_stride) == table
+    assert work.ancestor_bits is given["tree"].ancestor_bits
+    assert work.num_nodes is given["tree"].num_nodes
+    assert work.prefix_lengths is given["prefix_lengths"]
+    assert (work.out, work.lse) == (out, lse)
+    assert (splits.split_blocks, splits.max_splits, splits.tiles_per_wave) == (64, 2, 2)
+    assert splits.partials.shape == (2, 128, 512)
+    assert splits.partial_sums.shape == (2, 128, 2)
+    assert (work.tiles_per_request, work.tiles) == (1, 2)
+
+
+def test_a_planned_run_allocates_nothing(device: MadeUpDevice) -> None:
+    made = planned()
+    results = {"out": view(5 << 32, (B, N, H, 512), bfloat16), "lse": view(6 << 32, (B, N, H), np.float32)}
+    before = len(device.allocated)
+    for _ in range(3):
+        made.run(**arguments(), **results)
+    assert len(device.allocated) == before
+    _, splits = device.launches[-1]
+    assert splits.partials.pointer == device.allocated[0].pointer
+
+
+def test_plans_rehearse_with_the_forms_that_they_run(device: MadeUpDevice) -> None:
+    for page_size in (None, 16):
+        made = planned(page_size=page_size, out_dtype=np.float32, dtype=np.float16)
+        work, _ = device.launches[-1]
+        assert (work.dtype, work.out.dtype, work.slots, work.heads) == (np.float16, np.float32, N, H)
+        assert (work.keys.page_table.shape[0] > 0) == (page_size is not None)
+        assert made.kernel == "tensor_cores"
+
+
+def test_a_tail_has_one_split_and_no_memory(device: MadeUpDevice) -> None:
+    results = {"out": view(5 << 32, (B, N, H, 512), np.float32), "lse": view(6 << 32, (B, N, H), np.float32)}
+    numba_ddtree.tree_tail_attention(**arguments("block_table"), **results)
+    work, splits = device.launches[-1]
+    assert (work.sees_prefix, work.out.dtype) == (False, np.float32)
+    assert (splits.max_splits, splits.partials.shape, splits.partial_sums.shape) == (1, (1, 1, 1), (1, 1, 1))
+    assert not device.allocated
+
+
+def test_a_bound_is_needed_where_only_the_device_knows(device: MadeUpDevice) -> None:
+    with pytest.raises(ArgumentError, match=r"^max_prefix_length: got None; expected a bound .* kv_indptr"):
+        numba_ddtree.verify_attention(**arguments("kv_indptr"))
+    for paging, most in ((None, 5999), ("block_table", 90 * 64 - 1)):
+        numba_ddtree.verify_attention(**arguments(paging), split_keys=64)
+        assert device.launches[-1][1].max_splits == -(-(most + N) // 64)
+
+
+# Layouts.
+
+
+@pytest.mark.parametrize(
+    ("name", "strides"),
+    [
+        ("q_nope", (N * H * 1152, 1152, N * 1152, 2)),  # heads before nodes
+        ("q_nope", (N * H * 1152, H * 1152, 1152, 4)),
+        ("q_nope", (N * H * 1160, H * 1160, 1160, 2)),  # 8 bytes past a multiple of 16
+        ("q_nope", (2 * N * H * 1152, H * 1152, 1152, 2)),
+        ("q_pe", (0, 0, 0, 2)),
+        ("ckv_cache", (6000 * 1024, 1024, 4)),
+        ("ckv_cache", (6000 * 1032, 1032, 2)),
+        ("ckv_cache", (6000 * 1024 + 8, 1024, 2)),
+        ("ckv_cache", (0, 1024, 2)),
+        ("kpe_cache", (-6000 * 128, 128, 2)),
+    ],
+)
+def test_layouts_that_no_kernel_reads(device: MadeUpDevice, name: str, strides: tuple[int, ...]) -> None:
+    given = arguments()
+    good = given[name]
+    given[name] = view(good.pointer, good.shape, good.dtype, strides)
+    message = (
+        rf"^{name}: got shape \(.* with strides \({strides[0]}, .*; expected rows .* multiples of 16 bytes"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        numba_ddtree.verify_attention(**given, max_prefix_length=P)
+
+
+@pytest.mark.parametrize("name", ["q_nope", "q_pe", "ckv_cache", "kpe_cache"])
+def test_addresses_that_no_kernel_reads(device: MadeUpDevice, name: str) -> None:
+    given = arguments()
+    good = given[name]
+    given[name] = view(good.pointer + 8, good.shape, good.dtype, good.strides)
+    with pytest.raises(ArgumentError, match=rf"^{name}: got .*, 8 bytes past a multiple of 16; expected"):
+        numba_ddtree.verify_attention(**given, max_prefix_length=P)
+
+
+def test_strides_of_single_rows_do_not_matter(device: MadeUpDevice) -> None:
+    given = arguments()
+    given["tree"] = tree_on_device(1, 1)
+    row = 576 * 2
+    given["q_nope"] = view(1 << 32, (1, 1, H, 512), bfloat16, (7, 5, row, 2))
+    given["q_pe"] = view((1 << 32) + 1024, (1, 1, H, 64), bfloat16, (7, 5, row, 2))
+    given["ckv_cache"] = view(2 << 32, (1, 6000, 512), bfloat16, (3, row, 2))
+    given["kpe_cache"] = view(3 << 32, (1, 6000, 64), bfloat16, (3, row, 2))
+    given["prefix_lengths"] = None
+    numba_ddtree.verify_attention(**given)
+    work, _ = device.launches[-1]
+    assert (work.q_nope.stride, work.keys.ckv.stride, work.keys.kpe.stride) == (row, row, row)
+    assert work.prefix_lengths.shape == (0,)
+
+
+# Devices and workspaces.
+
+
+@pytest.mark.parametrize("call", [lambda: planned(), lambda: numba_ddtree.verify_attention(**arguments())])
+def test_devices_without_the_instructions(device: MadeUpDevice, call: Any) -> None:
+    device.capability = (7, 5)
+    message = r"^kernel: got 'tensor_cores' on a device of compute capability 7\.5; .*8\.0.*'shared_scores'"
+    with pytest.raises(ArgumentError, match=message):
+        call()
+    assert planned(dtype=np.float32).kernel == "shared_scores"
+
+
+def test_a_workspace_of_the_callers(device: MadeUpDevice) -> None:
+    needed = tree_attention_workspace_bytes(B, N, H, max_prefix_length=P)
+    memory = view(7 << 32, (needed // 4,), np.float32)
+    assert planned(workspace=memory).workspace_bytes == needed
+    assert not device.allocated
+    assert device.launches[-1][1].partials.pointer == 7 << 32
+    for bad, match in (
+        (
+            view(7 << 32, (needed - 1,), np.uint8),
+            rf"got {needed - 1} bytes; expected at least {needed} bytes",
+        ),
+        (view((7 << 32) + 8, (needed,), np.uint8), "got an address 8 bytes past a multiple of 16"),
+        (view(7 << 32, (needed, 2), np.uint8, (4, 1)), r"got uint8 .* with strides \(4, 1\)"),
+        (np.zeros(needed, np.uint8), "got host arrays; expected memory on a CUDA device"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^workspace: {match}"):
+            planned(workspace=bad)
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"max_batch": 0}, "^max_batch: got 0"),
+        ({"max_batch": 65537}, "^max_batch: got 65537"),
+        ({"num_slots": 1026}, "^num_slots: got 1026; expected a number from 1 to 1025"),
+        ({"num_heads": 129}, "^num_heads: got 129; expected a number from 1 to 128"),
+        ({"max_prefix_length": -1}, "^max_prefix_length: got -1"),
+        ({"max_prefix_length": 2**31}, "^max_prefix_length: got"),
+        ({"max_depth": -1}, "^max_depth: got -1"),
+        ({"page_size": 0}, "^page_size: got 0"),
+        ({"page_size": 2.0}, r"^page_size: got 2\.0"),
+        ({"dtype": np.float64}, "^dtype: got float64; expected float16 or bfloat16 or float32"),
+        ({"dtype": np.float32, "page_size": 64}, "^page_size: got 64; expected None, since float32"),
+        ({"dtype": np.float32, "kernel": "tensor_cores"}, "^kernel: got 'tensor_cores' with float32"),
+        ({"kernel": "shared_scores"}, "^kernel: got 'shared_scores' with bfloat16"),
+        ({"out_dtype": np.float16}, "^out_dtype: got float16; expected bfloat16 or float32"),
+        ({"library": "jax"}, "^library: got 'jax'; expected 'torch' or 'cupy' or 'numba'"),
+        ({"backend": "flash"}, "^backend: got 'flash'"),
+        ({"device_id": 1}, "^device_id: got 1"),
+        ({"backend": "numpy", "library": "torch"}, "^library: got str; expected None, since the numpy"),
+        ({"workspace_limit": 0}, "^workspace_limit: got 0"),
+    ],
+)
+def test_bad_plans(device: MadeUpDevice, changed: dict[str, Any], match: str) -> None:
+    with pytest.raises(ArgumentError, match=match):
+        planned(**changed)
+    assert not device.allocated
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "torch.bfloat16"])
+def test_dtypes_by_name(device: MadeUpDevice, dtype: str) -> None:
+    assert planned(dtype=dtype).dtype == np.dtype(dtype.removeprefix("torch."))
+
+
+@pytest.mark.skipif(find_device_fault() is None, reason="there is a device")
+def test_without_a_device_a_plan_says_what_to_do() -> None:
+    with pytest.raises(numba_ddtree.BackendError, match=r'^no CUDA device: .+; pass backend="numpy"'):
+        planned()
+    assert planned(backend="numpy").workspace_bytes == 0
