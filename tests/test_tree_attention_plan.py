@@ -19,6 +19,7 @@ from numba_ddtree import ArgumentError, DraftTree, TreeAttention, tree_attention
 from numba_ddtree import transfer as transfer_module
 from numba_ddtree.arrays import DeviceView, c_strides
 from numba_ddtree.devices import find_device_fault
+from numba_ddtree.launch import Kernel, _kind, _wanted_kinds
 from numba_ddtree.tree import TREE_DTYPES, tree_shapes
 from numba_ddtree.tree_attention import calls, kernels, plan, tail, verify
 from numba_ddtree.tree_attention.splits import default_split_keys, split_sizes, whole_range
@@ -247,6 +248,29 @@ def test_plans_rehearse_with_the_forms_that_they_run(device: MadeUpDevice) -> No
         assert (work.dtype, work.out.dtype, work.slots, work.heads) == (np.float16, np.float32, N, H)
         assert (work.keys.page_table.shape[0] > 0) == (page_size is not None)
         assert made.kernel == "tensor_cores"
+
+
+@pytest.mark.parametrize("paging", [None, "block_table", "kv_indptr"])
+@pytest.mark.parametrize("dtype", [bfloat16, np.float16])
+@pytest.mark.parametrize("out_dtype", [None, np.float32])
+def test_launches_are_of_signatures_that_are_compiled(
+    device: MadeUpDevice, monkeypatch: pytest.MonkeyPatch, paging: str | None, dtype: Any, out_dtype: Any
+) -> None:
+    launched: list[tuple[Kernel, int, tuple[Any, ...]]] = []
+
+    def launch(_: Any, kernel: Kernel, blocks: int, *given: Any, shared_bytes: int = 0) -> None:
+        launched.append((kernel, blocks, given))
+
+    monkeypatch.setattr(calls, "launcher_of", kernels.launcher_of)
+    monkeypatch.setattr(transfer_module.Transfer, "launch", launch)
+    monkeypatch.setattr("numba_ddtree.tree_attention.tensor_cores.multiprocessors", lambda: 132)
+    for function in (numba_ddtree.verify_attention, numba_ddtree.tree_tail_attention):
+        bound = {"max_prefix_length": P} if function is numba_ddtree.verify_attention else {}
+        function(**arguments(paging, dtype), out_dtype=out_dtype, kernel="tensor_cores", **bound)
+    assert launched
+    for kernel, blocks, given in launched:
+        assert 0 < blocks < 2**31
+        assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))], kernel.name
 
 
 def test_a_tail_has_one_split_and_no_memory(device: MadeUpDevice) -> None:
