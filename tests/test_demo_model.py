@@ -172,7 +172,7 @@ def test_gpu_matches_numpy(model: DemoModel) -> None:
 
 def test_the_shipped_prompts_are_held_out() -> None:
     prompts = shipped_prompts()
-    assert len(prompts) == 64
+    assert len({prompt.text for prompt in prompts}) == len(prompts) == 64
     assert all(is_held_out(prompt.name) for prompt in prompts)
 
 

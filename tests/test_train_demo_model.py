@@ -15,6 +15,7 @@ from numba_ddtree.demo.array_module import array_module
 from numba_ddtree.demo.config import START_TOKEN
 from numba_ddtree.demo.decoders import PLAIN, DecodeSettings, chain_decoder, decode, tree_decoder
 from numba_ddtree.demo.model import read_model
+from numba_ddtree.errors import ArgumentError
 from tools import train_demo_model
 from tools.demo_training import draft_training, target_training
 from tools.demo_training.corpus import Corpus, is_held_out, sample_prompts, standard_library
@@ -71,7 +72,20 @@ def test_the_corpus_is_split_by_module() -> None:
     assert all(map(is_held_out, held_out.texts))
     corpus = Corpus({"b.py": b"two\n", "a.py": b"one\n"})
     assert corpus.joined().tobytes() == b"one\ntwo\n"
-    assert sample_prompts(held_out, 3, 64, 32, 1) == sample_prompts(held_out, 3, 64, 32, 1)
+    chosen = sample_prompts(held_out, 3, 64, 32, 1, training)
+    assert chosen == sample_prompts(held_out, 3, 64, 32, 1, training)
+
+
+def test_prompts_differ_and_are_in_no_module_to_train_on() -> None:
+    lines = [f"def f{number}(): return {number % 7}\n".encode() for number in range(100, 180)]
+    text, shared = b"".join(lines), b"".join(lines[:40])
+    held_out = Corpus({"a.py": text, "copy_of_a.py": text})
+    training = Corpus({"b.py": b"x = 1\n" + shared})
+    prompts = [found["prompt"] for found in sample_prompts(held_out, 20, 48, 24, 0, training)]
+    assert len(set(prompts)) == 20
+    assert all(prompt.encode() in text and prompt.encode() not in shared for prompt in prompts)
+    with pytest.raises(ArgumentError, match=r"corpus: got \d+ different prompts; expected at least 81"):
+        sample_prompts(held_out, 81, 48, 24, 0, training)
 
 
 def test_repeated_windows_are_found() -> None:

@@ -100,7 +100,7 @@ def train(settings: Settings, device: torch.device, seed: int) -> dict[str, byte
     )
     card = model_card(facts, settings.model, settings, [target_schedule, loop_schedule, draft_schedule])
     print(card)
-    prompts = sample_prompts(held_out, NUM_PROMPTS, PROMPT_LENGTH, CONTINUATION, seed)
+    prompts = sample_prompts(held_out, NUM_PROMPTS, PROMPT_LENGTH, CONTINUATION, seed, training)
     return {
         "demo_model.safetensors": weights,
         "demo_model.md": card.encode(),

@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from numba_ddtree.errors import ArgumentError
+
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload", "__pycache__"}
 _HELD_OUT_SHARE = 16
+_TRIES = 1000  # for each prompt
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,12 @@ def line_starts(text: NDArray[np.uint8], room: int) -> NDArray[np.int64]:
 
 
 def sample_prompts(
-    corpus: Corpus, count: int, length: int, continuation: int, seed: int
+    corpus: Corpus, count: int, length: int, continuation: int, seed: int, training: Corpus
 ) -> list[dict[str, str]]:
-    """Choose prompts of ASCII code from different places, each with the text that really follows.
+    """Choose different prompts of ASCII code, each with the text that really follows.
+
+    A held-out module may be a copy of one that is not, as those of `encodings` are of one another: no text is
+    chosen twice, nor one that stands in a module to train on.
 
     Parameters
     ----------
@@ -69,17 +75,28 @@ def sample_prompts(
     length, continuation : int
         Bytes of a prompt, and of what follows it.
     seed : int
+    training : Corpus
+
+    Raises
+    ------
+    ArgumentError
+        There are hardly so many.
     """
     random = np.random.default_rng(seed)
-    prompts: dict[tuple[str, int], dict[str, str]] = {}
+    prompts: dict[bytes, dict[str, str]] = {}
     names = sorted(name for name, text in corpus.texts.items() if len(text) >= 4 * (length + continuation))
-    while len(prompts) < count:
+    for _ in range(_TRIES * count if names else 0):
         name = names[random.integers(len(names))]
         text = corpus.texts[name]
         starts = line_starts(np.frombuffer(text, np.uint8), length + continuation)
         start = int(random.choice(starts))
         chosen = text[start : start + length + continuation]
-        if b"def " in chosen[:length] and chosen.isascii():
-            parts = {"prompt": chosen[:length].decode(), "continuation": chosen[length:].decode()}
-            prompts[name, start] = {"module": name, **parts}
-    return list(prompts.values())
+        prompt = chosen[:length]
+        if b"def " not in prompt or not chosen.isascii() or prompt in prompts:
+            continue
+        if not any(prompt in other for other in training.texts.values()):
+            parts = {"prompt": prompt.decode(), "continuation": chosen[length:].decode()}
+            prompts[prompt] = {"module": name, **parts}
+            if len(prompts) == count:
+                return list(prompts.values())
+    raise ArgumentError("corpus", f"{len(prompts)} different prompts", f"at least {count}")
