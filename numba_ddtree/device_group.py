@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
+from cuda.core import Stream
 
 from numba_ddtree.arrays import StreamLike
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import launch_stream, require_device, stream_handle
-from numba_ddtree.driver_faults import fault_text, result_of
+from numba_ddtree.devices import are_linked, launch_stream, require_device, stream_handle
+from numba_ddtree.driver_faults import fault_text
 from numba_ddtree.errors import ArgumentError, LaneError
 from numba_ddtree.lanes import DeviceLane, Lane
 from numba_ddtree.launch import NO_LIBRARY
@@ -67,11 +68,14 @@ class DeviceGroup:
         indices = _checked_devices(devices)
         self.copies = copies
         self.lanes: tuple[Lane, ...] = ()
-        self._forked: Any = None  # an event
+        self._marked: Any = None  # an event
         try:
             for index, device_id in enumerate(indices):
                 self.lanes += (_new_lane(index, device_id, timing),)
             self._link_peers()
+            for lane in self.lanes:
+                shared = tuple(other.index for other in self.lanes if other.device_id == lane.device_id)
+                lane.shared_by = shared if len(shared) > 1 else ()
         except BaseException:
             self._close_all()
             raise
@@ -122,17 +126,23 @@ class DeviceGroup:
         stream
             Of the first lane's device; see `StreamLike`.
         """
-        if isinstance(self.home, DeviceLane):
-            self._forked = self._forked or self.home.new_event()
-            with self.home:
-                launch_stream(stream_handle(stream, NO_LIBRARY)).record(self._forked)
-            for lane in self.lanes:
-                lane.wait_for(self._forked)
+        event = self.mark(stream)
+        for lane in self.lanes:
+            lane.wait_for(event)
+
+    def mark(self, stream: StreamLike) -> Any:
+        """Return an event of what a stream of the first lane's device has; the next `mark` sets it anew."""
+        if not isinstance(self.home, DeviceLane):
+            return None
+        self._marked = self._marked or self.home.new_event()
+        with self.home:
+            as_core_stream(stream).record(self._marked)
+        return self._marked
 
     def join(self, stream: StreamLike) -> None:
         """Let what a stream does from now on come after what all lanes have; the host goes on."""
         if isinstance(self.home, DeviceLane):
-            target = launch_stream(stream_handle(stream, NO_LIBRARY))
+            target = as_core_stream(stream)
             for lane in self.lanes:
                 event = lane.done()
                 with self.home:
@@ -186,15 +196,17 @@ def of_each_lane(name: str, given: Sequence[Any] | None, devices: DeviceGroup, d
     return given
 
 
+def as_core_stream(stream: StreamLike) -> Any:
+    """Return a stream as cuda.core has it."""
+    if isinstance(stream, Stream):
+        return stream
+    return launch_stream(stream_handle(stream, NO_LIBRARY))
+
+
 def _new_lane(index: int, device_id: int | None, timing: bool) -> Lane:
     if device_id is None or SIMULATED:
         return Lane(index, device_id)
     return DeviceLane(index, device_id, timing)
-
-
-def are_linked(device: int | None, peer: int | None) -> bool:
-    """Whether a device can read another's memory, by NVLink or PCIe, without the host."""
-    return bool(result_of(driver.cuDeviceCanAccessPeer(device, peer)))
 
 
 def _checked_devices(devices: Sequence[int | None]) -> list[int | None]:

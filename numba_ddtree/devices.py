@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from numba_ddtree.arrays import Placement, StreamLike
+from numba_ddtree.driver_faults import result_of
 from numba_ddtree.errors import ArgumentError, BackendError
 
 NO_DEVICE_ADVICE = (
@@ -29,6 +30,13 @@ def find_device_fault() -> str | None:
     except Exception as error:  # the driver's absence has no class of its own in cuda.bindings
         return " ".join(str(error).split()) or type(error).__name__
     return None if fault == driver.CUresult.CUDA_SUCCESS else f"the driver answers {fault.name}"
+
+
+def are_linked(device: int | None, peer: int | None) -> bool:
+    """Whether a device can read another's memory, by NVLink or PCIe, without the host; creates no context."""
+    from cuda.bindings import driver
+
+    return bool(result_of(driver.cuDeviceCanAccessPeer(device, peer)))
 
 
 @lru_cache(maxsize=1)
@@ -58,6 +66,15 @@ def shared_memory_limit() -> int:
     if SIMULATED:
         return 227 * 1024  # of compute capability 9.0
     return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+
+def shared_memory_of_processor() -> int:
+    """Bytes of shared memory that a multiprocessor of the current device has for its blocks."""
+    from numba_ddtree.cuda_target import SIMULATED, cuda
+
+    if SIMULATED:
+        return 228 * 1024  # of compute capability 9.0
+    return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)
 
 
 def multiprocessors() -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuda.bindings import driver
-
 # What the libraries that run on the driver call its faults: cuda.core, Numba, cupy and torch.
 CUDA_ERRORS = frozenset(
     {
@@ -35,6 +33,8 @@ def result_of(answer: Any) -> Any:
 
 def fault_text(fault: Any) -> str:
     """Name and describe what the driver answered."""
+    from cuda.bindings import driver
+
     failed, text = driver.cuGetErrorString(fault)
     return str(fault.name) if failed else f"{fault.name}: {text.decode()}"
 

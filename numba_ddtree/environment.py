@@ -14,7 +14,15 @@ from numba_ddtree.devices import find_device_fault
 if TYPE_CHECKING:
     from numba_ddtree.stages import Backend
 
-__all__ = ["Choice", "Device", "Environment", "choose_backend", "collect_environment", "find_devices"]
+__all__ = [
+    "Choice",
+    "Device",
+    "Environment",
+    "choose_backend",
+    "collect_environment",
+    "find_devices",
+    "find_peer_links",
+]
 
 PACKAGES = (
     "numba_ddtree",
@@ -70,6 +78,8 @@ class Environment:
     driver : str
         The driver's version and the newest CUDA version that it supports.
     devices : list of Device
+    peer_links : list of list of bool
+        Whether each device can read the memory of each other one without the host; of itself it is false.
     device_fault : str or None
         Why there is no device.
     libraries : dict of str to str
@@ -82,6 +92,7 @@ class Environment:
     system: str
     driver: str
     devices: list[Device]
+    peer_links: list[list[bool]]
     device_fault: str | None
     libraries: dict[str, str]
     backend: Choice
@@ -99,6 +110,7 @@ class Environment:
             ("system", self.system),
             ("driver", self.driver),
             *(devices or [("devices", self.device_fault or "none")]),
+            *_link_lines(self.peer_links),
             *self.libraries.items(),
             ("backend", f"{self.backend.backend}: {self.backend.reason}"),
         ]
@@ -118,6 +130,7 @@ def collect_environment() -> Environment:
         system=platform.platform(),
         driver=_driver(),
         devices=devices,
+        peer_links=find_peer_links(len(devices)),
         device_fault=fault,
         libraries={name: _library(known_as) for name, known_as in LIBRARIES.items()},
         backend=choose_backend(),
@@ -156,6 +169,14 @@ def find_devices() -> tuple[list[Device], str | None]:
     except Exception as error:  # a broken driver fails in ways that have no common class
         return [], _reason(error)
     return devices, None if devices else "the driver lists no CUDA device"
+
+
+def find_peer_links(count: int) -> list[list[bool]]:
+    """Say which of so many devices can read each other's memory, by NVLink or PCIe; creates no context."""
+    from numba_ddtree.devices import are_linked
+
+    devices = range(count)
+    return [[device != peer and are_linked(device, peer) for peer in devices] for device in devices]
 
 
 def _version(package: str) -> str:
@@ -225,6 +246,16 @@ def _library(name: str) -> str:
 def _reason(error: Exception) -> str:
     """First line of an error, or its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _link_lines(links: list[list[bool]]) -> list[tuple[str, str]]:
+    """Say of each device which others it is linked to, where there are others."""
+    if len(links) < 2:
+        return []
+    return [
+        (f"links of {device}", ", ".join(str(peer) for peer, linked in enumerate(row) if linked) or "none")
+        for device, row in enumerate(links)
+    ]
 
 
 def _device_line(device: Device) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from numba_ddtree.arrays import (
-    HOST,
     Placement,
     StreamLike,
     check_count,
@@ -17,10 +16,9 @@ from numba_ddtree.arrays import (
     gather,
     placement_of,
 )
-from numba_ddtree.device_group import DeviceGroup, of_each_lane
-from numba_ddtree.devices import launch_stream, stream_handle
+from numba_ddtree.device_group import DeviceGroup, as_core_stream, of_each_lane
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.lane_copies import LaneCopy, Rectangle
+from numba_ddtree.lane_copies import LaneCopy, Part, Rectangle
 from numba_ddtree.lane_split import split_heads
 from numba_ddtree.lanes import DeviceLane, Lane
 from numba_ddtree.transfer import Transfer
@@ -48,9 +46,8 @@ class HeadLanes:
         self.devices = devices
         self.attentions = tuple(attentions)
         self.heads = tuple(split_heads(sum(each.num_heads for each in attentions), len(devices)))
-        self._copies: dict[tuple[int, int, str, int, int], LaneCopy] = {}
         self._unread: list[LaneCopy] = []  # whose sources are not to be written yet
-        self._gathered: Any = None  # results that are still to be copied, which are to live so long
+        self._kept: HeadGather | None = None
 
     @classmethod
     def plan(
@@ -135,18 +132,62 @@ class HeadLanes:
         ArgumentError
             As from `TreeAttention.run`, with the lane's name.
         """
-        given = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache, "tree": tree}
-        given |= {name: value for name, value in options.items() if value is not None}
-        lists = {name: of_each_lane(name, value, self.devices) for name, value in given.items()}
-        for copy in self._unread:
-            copy.release()
-        self._unread.clear()
+        self._follow_reader()
+        calls = self._calls(q_nope, q_pe, ckv_cache, kpe_cache, tree, sm_scale, options)
         results = []
-        for lane, attention in zip(self.devices, self.attentions, strict=True):
-            own = {name: values[lane.index] for name, values in lists.items()}
+        for lane, call in zip(self.devices, calls, strict=True):
             with lane:
-                results.append(attention.run(**own, sm_scale=sm_scale, stream=lane.stream))
+                results.append(call(lane.stream))
         return tuple(results)
+
+    def capture(
+        self,
+        q_nope: Sequence[Array],
+        q_pe: Sequence[Array],
+        ckv_cache: Sequence[Array],
+        kpe_cache: Sequence[Array],
+        tree: Sequence[DraftTree],
+        *,
+        sm_scale: float,
+        out: Sequence[Array],
+        lse: Sequence[Array],
+        name: str = "attention",
+        **options: Sequence[Array] | None,
+    ) -> None:
+        """Capture a run as one graph on each lane, for `replay`: the host's share of a run is larger by far.
+
+        Parameters
+        ----------
+        q_nope, q_pe, ckv_cache, kpe_cache, tree, sm_scale, out, lse, **options
+            As for `run`; every replay reads and writes the same arrays.
+        name : str
+            Of the graphs; one for each layer, say.
+
+        Raises
+        ------
+        ArgumentError
+            As from `run`.
+        """
+        given = options | {"out": out, "lse": lse}
+        calls = self._calls(q_nope, q_pe, ckv_cache, kpe_cache, tree, sm_scale, given)
+        for lane, call in zip(self.devices, calls, strict=True):
+            lane.capture(name, call)
+
+    def replay(self, name: str = "attention", *, after: StreamLike = None) -> None:
+        """Launch a captured run on every lane; the host does not wait.
+
+        Parameters
+        ----------
+        name : str
+            As for `capture`.
+        after
+            A stream of the first lane's device: the run comes after what it has to do. By default it comes
+            after the lanes' own work alone.
+        """
+        self._follow_reader()
+        events = [] if after is None else [self.devices.mark(after)]
+        for lane in self.devices:
+            lane.launch(name, after=events)
 
     def gather(
         self,
@@ -181,30 +222,53 @@ class HeadLanes:
         Copies go from device to device, or through pinned memory where the devices are not linked
         (`DeviceGroup.copies`); events order them, and the host does not wait.
         """
+        gatherer = self.plan_gather(results, to=to, out=out, lse=lse, stream=stream)
+        self._kept = gatherer  # with what it copies, until the next
+        return gatherer.run(stream=stream)
+
+    def plan_gather(
+        self,
+        results: Sequence[tuple[Array, Array]],
+        *,
+        to: int = 0,
+        out: Array | None = None,
+        lse: Array | None = None,
+        stream: StreamLike = None,
+    ) -> HeadGather:
+        """Prepare `gather`, to be run whenever the same results were written anew.
+
+        The parameters and errors are those of `gather`.
+        """
         check_count("to", to, 0, len(self.devices) - 1)
         parts = self._checked_parts(of_each_lane("results", results, self.devices))
-        target = self.devices.lanes[to]
-        shape = (*parts[0][0].shape[:2], self.heads[-1].stop, parts[0][0].shape[3])
-        with target:
-            if not isinstance(target, DeviceLane):
-                return (
-                    _joined(target, "out", [part for part, _ in parts], out),
-                    _joined(target, "lse", [part for _, part in parts], lse),
-                )
-            own = target.stream if stream is None else launch_stream(stream_handle(stream, HOST))
-            library = placement_of("out", parts[0][0]).library
-            with Transfer(Placement(library, target.device_id), own) as transfer:
-                dtype = device_view("out", parts[0][0]).dtype.type
-                views = {
-                    "out": transfer.output("out", shape, dtype, out),
-                    "lse": transfer.output("lse", shape[:3], np.float32, lse),
-                }
-                gathered = transfer.results()
-        for lane, part in zip(self.devices, parts, strict=True):
-            for (name, view), array in zip(views.items(), part, strict=True):
-                self._copy(lane, target, name, device_view(name, array), view, own)
-        self._gathered = parts
-        return gathered["out"], gathered["lse"]
+        return HeadGather(self, parts, self.devices.lanes[to], out, lse, stream)
+
+    def _calls(
+        self,
+        q_nope: Sequence[Array],
+        q_pe: Sequence[Array],
+        ckv_cache: Sequence[Array],
+        kpe_cache: Sequence[Array],
+        tree: Sequence[DraftTree],
+        sm_scale: float,
+        options: Mapping[str, Sequence[Array] | None],
+    ) -> list[Callable[[StreamLike], tuple[Array, Array]]]:
+        """Return each lane's run, but for its stream."""
+        given = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache, "tree": tree}
+        given |= {name: value for name, value in options.items() if value is not None}
+        lists = {name: of_each_lane(name, value, self.devices) for name, value in given.items()}
+
+        def call_of(lane: int, attention: TreeAttention) -> Callable[[StreamLike], tuple[Array, Array]]:
+            own = {name: values[lane] for name, values in lists.items()}
+            return lambda stream: attention.run(**own, sm_scale=sm_scale, stream=stream)
+
+        return [call_of(lane, attention) for lane, attention in enumerate(self.attentions)]
+
+    def _follow_reader(self) -> None:
+        """Let the lanes write again after the last `gather` has read."""
+        for copy in self._unread:
+            copy.release()
+        self._unread = []
 
     def _checked_parts(self, parts: Sequence[tuple[Array, Array]]) -> Sequence[tuple[Array, Array]]:
         """Check that every lane's results are where the lane is, and of its heads."""
@@ -221,34 +285,97 @@ class HeadLanes:
                 check_output("lse", views["lse"], shape[:3], np.float32)
         return parts
 
-    def _copy(self, lane: Lane, target: DeviceLane, name: str, part: Any, whole: Any, stream: Any) -> None:
-        """Copy a lane's heads to their place among all."""
-        if not isinstance(lane, DeviceLane):
-            raise ArgumentError("results", f"of {lane}", "of lanes on devices")
-        rows = part.shape[0] * part.shape[1]
-        width, pitch = (view.shape[2] * _row_bytes(view) for view in (part, whole))
-        key = lane.index, target.index, name, width, rows
-        if key not in self._copies:
-            mode = self.devices.copy_mode(lane, target) or "direct"
-            self._copies[key] = LaneCopy(lane, target, mode, width, rows)
-        begin = whole.pointer + self.heads[lane.index].start * _row_bytes(whole)
-        self._copies[key].run(Rectangle(part.pointer, width), Rectangle(begin, pitch), stream)
-        self._unread.append(self._copies[key])
+
+class HeadGather:
+    """`HeadLanes.gather` of certain results to certain arrays; `HeadLanes.plan_gather` makes it.
+
+    Attributes
+    ----------
+    out, lse
+        Where the heads are put together.
+    """
+
+    def __init__(
+        self,
+        heads: HeadLanes,
+        parts: Sequence[tuple[Array, Array]],
+        target: Lane,
+        out: Array | None,
+        lse: Array | None,
+        stream: StreamLike,
+    ) -> None:
+        self._heads, self._parts, self._target = heads, parts, target
+        self._copies: list[LaneCopy] = []
+        first = parts[0][0]
+        shape = (*first.shape[:2], heads.heads[-1].stop, first.shape[3])
+        if not isinstance(target, DeviceLane):
+            dtype = heads.attentions[0].out_dtype
+            self.out = _host_array(target, "out", out, shape, dtype)
+            self.lse = _host_array(target, "lse", lse, shape[:3], np.dtype(np.float32))
+            return
+        placement = Placement(placement_of("out", first).library, target.device_id)
+        with target, Transfer(placement, self._stream(stream)) as transfer:
+            whole = [
+                transfer.output("out", shape, device_view("out", first).dtype.type, out),
+                transfer.output("lse", shape[:3], np.float32, lse),
+            ]
+            self.out, self.lse = transfer.results().values()
+        for lane, own in zip(heads.devices, parts, strict=True):
+            if isinstance(lane, DeviceLane):
+                begin = heads.heads[lane.index].start
+                rectangles = [_part(array, view, begin) for array, view in zip(own, whole, strict=True)]
+                mode = heads.devices.copy_mode(lane, target) or "direct"
+                self._copies.append(LaneCopy(lane, target, mode, rectangles))
+
+    def run(self, *, stream: StreamLike = None) -> tuple[Array, Array]:
+        """Copy what the lanes have written so far; neither allocates nor synchronises on a device.
+
+        Parameters
+        ----------
+        stream
+            As for `HeadLanes.gather`.
+
+        Returns
+        -------
+        out, lse
+        """
+        target = self._stream(stream)
+        for copy in self._copies:
+            copy.run(target)
+        self._heads._unread.extend(self._copies)
+        if not self._copies:
+            for whole, parts in zip((self.out, self.lse), zip(*self._parts, strict=True), strict=True):
+                whole[...] = np.concatenate([_on_host(part) for part in parts], axis=2)
+        return self.out, self.lse
+
+    def _stream(self, stream: StreamLike) -> Any:
+        return self._target.stream if stream is None else as_core_stream(stream)
+
+
+def _part(array: Array, whole: Any, begin: int) -> Part:
+    """Return where a lane's heads are, and their place among all."""
+    view = device_view("results", array)
+    head = _row_bytes(view)
+    width, pitch = view.shape[2] * head, whole.shape[2] * head
+    target = Rectangle(whole.pointer + begin * head, pitch)
+    return Part(Rectangle(view.pointer, width), target, width, view.shape[0] * view.shape[1])
+
+
+def _host_array(
+    lane: Lane, name: str, out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> Array:
+    """Return an array for heads that are on the host, or in the simulator."""
+    if out is None:
+        return lane.put(np.zeros(shape, dtype))
+    with lane:
+        check_output(name, gather(out=out)[1]["out"], shape, dtype.type)
+    return out
+
+
+def _on_host(array: Array) -> Array:
+    return array.copy_to_host() if hasattr(array, "copy_to_host") else array
 
 
 def _row_bytes(view: Any) -> int:
     """Bytes of one head."""
     return int(np.prod(view.shape[3:], dtype=np.int64)) * int(view.dtype.itemsize)
-
-
-def _joined(lane: Lane, name: str, parts: Sequence[Array], out: Array | None) -> Array:
-    """Put heads together that are on the host, or in the simulator."""
-    hosts = [part.copy_to_host() if hasattr(part, "copy_to_host") else part for part in parts]
-    joined = np.concatenate(hosts, axis=2)
-    if out is None:
-        return lane.put(joined)
-    if tuple(out.shape) != joined.shape or out.dtype != joined.dtype:
-        got = f"{out.dtype} of shape {tuple(out.shape)}"
-        raise ArgumentError(f"out, {name}", got, f"{joined.dtype} of shape {joined.shape}")
-    out[...] = joined
-    return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from cuda.bindings import driver
@@ -27,8 +28,24 @@ class Rectangle(NamedTuple):
     pitch: int
 
 
+class Part(NamedTuple):
+    """What is copied to where.
+
+    Attributes
+    ----------
+    source, target : Rectangle
+    width, rows : int
+        Bytes of a row, and how many rows.
+    """
+
+    source: Rectangle
+    target: Rectangle
+    width: int
+    rows: int
+
+
 class LaneCopy:
-    """A copy from one lane's memory to memory of another's device; made once, run any number of times.
+    """Copies from one lane's memory to memory of another's device; prepared once, run any number of times.
 
     Parameters
     ----------
@@ -36,36 +53,41 @@ class LaneCopy:
     mode : {"direct", "host"}
         From device to device, which the driver itself takes through the host where they are not linked,
         or through pinned memory.
-    width, rows : int
-        Bytes of a row, and how many rows.
+    parts : sequence of Part
+        Whose memory lives for as long as the copies are run.
     """
 
-    def __init__(self, source: DeviceLane, target: DeviceLane, mode: str, width: int, rows: int) -> None:
+    def __init__(self, source: DeviceLane, target: DeviceLane, mode: str, parts: Sequence[Part]) -> None:
         self._source, self._target = source, target
-        self._size = width, rows
         self._sent, self._read = source.new_event(), target.new_event()
         self._has_run = False
-        self._pinned = None
-        if mode == "host":
-            self._pinned = Rectangle(source.allocate_pinned(width * rows), width)
+        self._sends: list[Any] = []  # to pinned memory
+        self._reads: list[Any] = []
+        self._pinned: list[Any] = []
+        for part in parts:
+            middle = part.source
+            if mode == "host":
+                self._pinned.append(source.allocate_pinned(part.width * part.rows))
+                middle = Rectangle(int(self._pinned[-1].handle), part.width)
+                self._sends.append(_described(part._replace(target=middle)))
+            self._reads.append(_described(part._replace(source=middle)))
 
-    def run(self, source: Rectangle, target: Rectangle, stream: Any) -> None:
+    def run(self, stream: Any) -> None:
         """Copy what the source's lane has written so far; the host does not wait.
 
         Parameters
         ----------
-        source, target : Rectangle
         stream : cuda.core.Stream
             Of the target's device: what it has done comes before the copy, what it does next after.
         """
         with self._source:
-            if self._pinned is not None:
+            if self._sends:
                 self._wait_until_read()
-                self._copy(source, self._pinned, self._source.stream)
+                _launch(self._sends, self._source.stream)
             self._source.stream.record(self._sent)
         with self._target:
             stream.wait(self._sent)
-            self._copy(source if self._pinned is None else self._pinned, target, stream)
+            _launch(self._reads, stream)
             stream.record(self._read)
         self._has_run = True
 
@@ -78,10 +100,16 @@ class LaneCopy:
         if self._has_run:
             self._source.stream.wait(self._read)
 
-    def _copy(self, source: Rectangle, target: Rectangle, stream: Any) -> None:
-        copy = driver.CUDA_MEMCPY2D()
-        copy.srcMemoryType = copy.dstMemoryType = UNIFIED
-        copy.srcDevice, copy.srcPitch = source
-        copy.dstDevice, copy.dstPitch = target
-        copy.WidthInBytes, copy.Height = self._size
+
+def _described(part: Part) -> Any:
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = copy.dstMemoryType = UNIFIED
+    copy.srcDevice, copy.srcPitch = part.source
+    copy.dstDevice, copy.dstPitch = part.target
+    copy.WidthInBytes, copy.Height = part.width, part.rows
+    return copy
+
+
+def _launch(copies: Sequence[Any], stream: Any) -> None:
+    for copy in copies:
         result_of(driver.cuMemcpy2DAsync(copy, stream.handle))

@@ -7,9 +7,10 @@ overlaps, whether they are on several devices or on one; what has to come after 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 from cuda.bindings import driver
@@ -43,6 +44,7 @@ class Lane:
     """
 
     stream: Any = None
+    shared_by: tuple[int, ...] = ()  # the lanes of the same device, if there are several
 
     def __init__(self, index: int, device_id: int | None) -> None:
         self.index = index
@@ -90,13 +92,27 @@ class Lane:
         """
         self._calls[name] = call
 
-    def launch(self, name: str) -> None:
-        """Launch a captured graph on the lane's stream; does not wait."""
+    def launch(self, name: str, *, after: Sequence[Any] = ()) -> Any:
+        """Launch a captured graph on the lane's stream; the host does not wait.
+
+        Parameters
+        ----------
+        name : str
+            Of the graph.
+        after : sequence of events
+            What comes before it, beside the lane's own work.
+
+        Returns
+        -------
+        event
+            Of its end, which the next launch sets anew; None where work runs at once.
+        """
         self._check_graph(name)
         began = time.perf_counter()
         with self:
             self._calls[name](None)
         self._seconds = time.perf_counter() - began
+        return None
 
     def wait_for(self, event: Any) -> None:
         """Let what is launched from now on come after an event, of whatever lane; the host goes on."""
@@ -139,7 +155,10 @@ class Lane:
         if isinstance(error, ArgumentError):
             raise ArgumentError(f"{self}, {error.argument}", error.got, error.expected) from error
         if isinstance(error, DDTreeError) or is_cuda_error(error):
-            raise LaneError((self.index,), f"{self}: {one_line(error)}") from error
+            raise self._fault(one_line(error)) from error
+
+    def _fault(self, reason: str) -> LaneError:
+        return LaneError((self.index,), f"{self}: {reason}")
 
 
 class DeviceLane(Lane):
@@ -149,7 +168,7 @@ class DeviceLane(Lane):
     ----------
     index, device_id : int
     timing : bool
-        Whether `launch` marks its begin and its end, for `elapsed_us`; that takes the host microseconds.
+        Whether `launch` marks its begin, for `elapsed_us`, which takes the host a microsecond.
 
     Raises
     ------
@@ -162,7 +181,7 @@ class DeviceLane(Lane):
 
         super().__init__(index, device_id)
         self._graphs: dict[str, Any] = {}
-        self._buffers: list[Any] = []
+        self._buffers: WeakSet[Any] = WeakSet()
         self._timing = timing
         try:
             with kept_context():
@@ -195,7 +214,7 @@ class DeviceLane(Lane):
         if fault == driver.CUresult.CUDA_ERROR_NOT_READY:
             return False
         if fault:
-            raise LaneError((self.index,), f"{self}: {fault_text(fault)}")
+            raise self._fault(fault_text(fault))
         return True
 
     def capture(self, name: str, call: Capturable) -> None:
@@ -205,7 +224,9 @@ class DeviceLane(Lane):
             try:
                 call(self.stream)
             except BaseException:
-                driver.cuStreamEndCapture(self.stream.handle)  # which may be invalid, and fail, by now
+                fault, begun = driver.cuStreamEndCapture(self.stream.handle)
+                if not fault:  # as it is where what was captured is no graph any more
+                    driver.cuGraphDestroy(begun)
                 raise
             graph = builder.end_building().complete()
             graph.upload(self.stream)
@@ -213,15 +234,17 @@ class DeviceLane(Lane):
             self._graphs[name].close()
         self._graphs[name], self._calls[name] = graph, call
 
-    def launch(self, name: str) -> None:
-        """Launch a captured graph on the lane's stream; does not wait."""
+    def launch(self, name: str, *, after: Sequence[Any] = ()) -> Any:
+        """Launch a captured graph on the lane's stream; see `Lane.launch`."""
         self._check_graph(name)
         with self:
+            for event in after:
+                self.stream.wait(event)
             if self._timing:
                 self.stream.record(self._begun)
             self._graphs[name].launch(self.stream)
-            if self._timing:
-                self.stream.record(self._ended)
+            self.stream.record(self._ended)
+        return self._ended
 
     def wait_for(self, event: Any) -> None:
         """Let what is launched from now on come after an event, of whatever lane; the host goes on."""
@@ -247,31 +270,34 @@ class DeviceLane(Lane):
 
     def write(self, target: Any, content: NDArray[Any]) -> None:
         """Replace the content of an array of the lane's, after what was launched before."""
-        view = device_view("target", target)
-        host = np.ascontiguousarray(content, view.dtype)
-        if host.shape != view.shape:
-            raise ArgumentError("content", f"shape {host.shape}", f"shape {view.shape}")
         with self:
+            view = device_view("target", target)
+            host = np.ascontiguousarray(content, view.dtype)
+            if host.shape != view.shape:
+                raise ArgumentError("content", f"shape {host.shape}", f"shape {view.shape}")
             result_of(
                 driver.cuMemcpyHtoDAsync(view.pointer, host.ctypes.data, host.nbytes, self.stream.handle)
             )
 
     def allocate(self, nbytes: int) -> DeviceView:
-        """Allocate bytes on the lane's device, which live until the lane is closed; of undefined content."""
+        """Allocate bytes on the lane's device, for as long as the view lives and the lane is open."""
         with self:
             buffer = self._device.allocate(nbytes, stream=self.stream)
-        self._buffers.append(buffer)
+        self._buffers.add(buffer)
         device = int(self._device.device_id)
         return DeviceView(int(buffer.handle), (nbytes,), (1,), np.dtype(np.uint8), device, buffer)
 
-    def allocate_pinned(self, nbytes: int) -> int:
-        """Allocate bytes on the host that every device can copy from and to; returns their address."""
+    def allocate_pinned(self, nbytes: int) -> Any:
+        """Allocate bytes on the host that every device can copy from and to: a `cuda.core.Buffer`.
+
+        They live as those of `allocate` do.
+        """
         from cuda.core import LegacyPinnedMemoryResource
 
         with self:
             buffer = LegacyPinnedMemoryResource().allocate(nbytes)
-        self._buffers.append(buffer)
-        return int(buffer.handle)
+        self._buffers.add(buffer)
+        return buffer
 
     def elapsed_us(self) -> float:
         """Microseconds from the begin to the end of the last `launch`; waits for the end."""
@@ -294,6 +320,15 @@ class DeviceLane(Lane):
             self.synchronize()
         finally:
             self._free()
+
+    def _fault(self, reason: str) -> LaneError:
+        (state,) = driver.cuStreamQuery(self.stream.handle) if not self.stream.is_closed else (0,)
+        is_broken = state and state != driver.CUresult.CUDA_ERROR_NOT_READY
+        if not is_broken or not self.shared_by:
+            return super()._fault(reason)
+        others = " and ".join(map(str, self.shared_by))
+        reason = f"{self}: {reason} (lanes {others} share this device, and the fault may be of any of them)"
+        return LaneError(self.shared_by, reason)
 
     def _free(self) -> None:
         """Free what there is, in a context that may be broken."""

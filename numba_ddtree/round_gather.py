@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from numba_ddtree.arrays import DeviceView, StreamLike, device_view
+from numba_ddtree.arrays import DeviceView, device_view
 from numba_ddtree.cuda_target import cuda, uint32
 from numba_ddtree.device_group import DeviceGroup
 from numba_ddtree.errors import BackendError
-from numba_ddtree.lane_copies import LaneCopy, Rectangle
+from numba_ddtree.lane_copies import LaneCopy, Part, Rectangle
 from numba_ddtree.lanes import DeviceLane, Lane
 from numba_ddtree.launch import AnyLaunch, Kernel, block_threads
 from numba_ddtree.tree import AcceptResult, Array
@@ -75,7 +76,7 @@ class ResultGatherer:
         self._home, self._lane = devices.home, lane
         self._arrays = owners, result.arrays(), gathered.arrays()
         self._launch: AnyLaunch | None = None
-        self._copy: tuple[LaneCopy, Rectangle, Rectangle] | None = None
+        self._copy: LaneCopy | None = None
         if devices.on_host:
             return
         with self._home:
@@ -89,24 +90,27 @@ class ResultGatherer:
                 *(device_view(name, array) for name, array in gathered.arrays().items()),
             )
 
-    def run(self, stream: StreamLike) -> None:
-        """Gather what the lane has written so far, on a stream of the first lane's device."""
+    def run(self, stream: Any, event: Any) -> None:
+        """Gather the lane's results.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream
+            Of the first lane's device, which is current.
+        event
+            Of the results.
+        """
         if self._launch is None:
             owners, result, gathered = self._arrays
             is_owned = owners >= 0
             for name, array in result.items():
                 gathered[name][owners[is_owned]] = array[is_owned]
             return
-        event = None
-        if self._copy is None:
-            event = self._lane.done()
-        else:
-            copy, source, target = self._copy
-            copy.run(source, target, stream)
-        with self._home:
-            if event is not None:
-                stream.wait(event)
-            self._launch.launch(stream)
+        if self._copy is not None:
+            self._copy.run(stream)
+        elif event is not None:
+            stream.wait(event)
+        self._launch.launch(stream)
 
     def _staged(self, views: Mapping[str, DeviceView], mode: str) -> dict[str, DeviceView]:
         """Plan to copy the results to the first lane's device, and return them as they are there."""
@@ -115,8 +119,8 @@ class ResultGatherer:
         begin = min(view.pointer for view in views.values())
         nbytes = max(view.pointer + _nbytes(view) for view in views.values()) - begin
         staging = self._home.allocate(nbytes)
-        source, target = Rectangle(begin, nbytes), Rectangle(staging.pointer, nbytes)
-        self._copy = LaneCopy(self._lane, self._home, mode, nbytes, 1), source, target
+        part = Part(Rectangle(begin, nbytes), Rectangle(staging.pointer, nbytes), nbytes, 1)
+        self._copy = LaneCopy(self._lane, self._home, mode, [part])
         return {
             name: replace(
                 view,

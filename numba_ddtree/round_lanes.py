@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from numba_ddtree.arrays import HOST, StreamLike, check_count
-from numba_ddtree.device_group import DeviceGroup, of_each_lane
-from numba_ddtree.devices import launch_stream, stream_handle
+from numba_ddtree.device_group import DeviceGroup, as_core_stream, of_each_lane
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.kv_caches import KVCaches
 from numba_ddtree.lane_split import Places
@@ -81,7 +80,9 @@ class RoundLanes:
         ]
         home = devices.home
         self._gathered = home.new_event() if isinstance(home, DeviceLane) else None
-        self._is_read = True  # whether the lanes already come after what the last `gather` reads
+        self._unread: list[Any] = []  # events of a `gather` that the lanes do not come after yet
+        self._reader: Any = None  # the stream of the last `gather`
+        self._results = [lane.done() for lane in devices]  # events of each lane's results
         self._write_owners()
 
     @classmethod
@@ -238,6 +239,7 @@ class RoundLanes:
             with lane:
                 self._write_options(lane)
                 planned.start(**start, stream=lane.stream)
+        self._results = [lane.done() for lane in self.devices]
 
     def draft(self, logits: Sequence[Array]) -> tuple[DraftTree, ...]:
         """Make a round's trees on every lane; neither allocates nor synchronises.
@@ -280,6 +282,7 @@ class RoundLanes:
         for lane, planned, own in self._with("target_logits", target_logits):
             with lane:
                 planned.accept(own, stream=lane.stream)
+        self._results = [lane.done() for lane in self.devices]
 
     def capture(
         self,
@@ -327,11 +330,13 @@ class RoundLanes:
         LaneError
             A launch failed, by its own fault or that of earlier work on the same device.
         """
+        events = self._unread
         if after is not None:
-            self.devices.fork(after)
-        self._follow_reader()
-        for lane in self.devices:
-            lane.launch(ROUND)
+            # An event of the stream that gathered last comes after what it read.
+            stream = as_core_stream(after)
+            events = [self.devices.mark(stream), *(events if stream is not self._reader else ())]
+        self._results = [lane.launch(ROUND, after=events) for lane in self.devices]
+        self._unread = []
 
     def gather(self, *, stream: StreamLike = None) -> AcceptResult:
         """Bring the results of the last round to the first lane's device, in the caller's order.
@@ -352,15 +357,13 @@ class RoundLanes:
         Neither allocates nor synchronises on a device: events order the copies and what the lanes do next.
         """
         home = self.devices.home
-        target = home.stream
-        if stream is not None and isinstance(home, DeviceLane):
-            target = launch_stream(stream_handle(stream, self.rounds[0].planned.placement))
-        for gatherer in self._gatherers:
-            gatherer.run(target)
-        if self._gathered is not None:
-            with home:
+        target = home.stream if stream is None or self._gathered is None else as_core_stream(stream)
+        with home:
+            for gatherer, event in zip(self._gatherers, self._results, strict=True):
+                gatherer.run(target, event)
+            if self._gathered is not None:
                 target.record(self._gathered)
-            self._is_read = False
+                self._unread, self._reader = [self._gathered], target
         return self.result
 
     def _with(self, name: str, arrays: Sequence[Array]) -> list[tuple[Lane, DDTreeRound, Array]]:
@@ -369,10 +372,10 @@ class RoundLanes:
 
     def _follow_reader(self) -> None:
         """Let the lanes write again after the last `gather` has read."""
-        if not self._is_read:
+        for event in self._unread:
             for lane in self.devices:
-                lane.wait_for(self._gathered)
-            self._is_read = True
+                lane.wait_for(event)
+        self._unread = []
 
     def _write_owners(self) -> None:
         # On the first lane's stream, which `gather` comes after.

@@ -55,6 +55,7 @@ def check_heads(
                 of_lanes["prefix_lengths"].append(library.put(given.prefix_lengths))
         devices.synchronize()
         results = many.run(**of_lanes, sm_scale=given.sm_scale)
+        check_replay(many, of_lanes, given.sm_scale, results, library)
         gathered = many.gather(results, to=to, out=outs, lse=sums)
         fresh = many.gather(results, to=to)
         devices.synchronize()
@@ -74,6 +75,23 @@ def check_heads(
             shards = np.concatenate([library.get(result[place]) for result in results], axis=2)
             np.testing.assert_array_equal(library.get(gathered[place]), shards, err_msg=name)
             np.testing.assert_array_equal(library.get(fresh[place]), shards, err_msg=name)
+
+
+def check_replay(
+    many: HeadLanes, of_lanes: dict[str, list[Any]], sm_scale: float, results: Any, library: Library
+) -> None:
+    """Compare what a captured run writes, over poison, with what was run."""
+    hosts = [[library.get(array) for array in result] for result in results]
+    outs, sums = (
+        [put(many.devices, i, library, host[n] * 0 + 7) for i, host in enumerate(hosts)] for n in (0, 1)
+    )
+    many.capture(**of_lanes, sm_scale=sm_scale, out=outs, lse=sums)
+    many.devices.synchronize()
+    many.replay()
+    many.devices.synchronize()
+    for i, (out, lse) in enumerate(hosts):
+        np.testing.assert_array_equal(library.get(outs[i]), out)
+        np.testing.assert_array_equal(library.get(sums[i]), lse)
 
 
 def assert_close(got: NDArray[Any], want: NDArray[Any], rounding: float) -> None:

@@ -19,6 +19,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
     monkeypatch.delenv(environment.SIMULATOR_VARIABLE, raising=False)
     monkeypatch.setattr(environment, "find_device_fault", lambda: None)
     monkeypatch.setattr(environment, "_devices", lambda: devices)
+    monkeypatch.setattr("numba_ddtree.devices.are_linked", lambda device, peer: device == 1)
     return devices
 
 
@@ -66,11 +67,28 @@ def test_a_driver_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices(two_devices: list[Device]) -> None:
     found = collect_environment()
     assert found.devices == two_devices
+    assert found.peer_links == [[False, False], [True, False]]
     assert found.device_fault is None
     labels = dict(found.lines())
     expected = "NVIDIA H200, compute capability 9.0, 141.0 GiB, 227 KiB shared memory a block"
     assert labels["device 0"] == labels["device 1"] == expected
+    assert (labels["links of 0"], labels["links of 1"]) == ("none", "0")
     assert found.backend == ("cuda", "a CUDA device was found")
+
+
+def test_links_are_the_drivers_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def can_access(device: int, peer: int) -> tuple[int, int]:
+        asked.append((device, peer))
+        return 0, int(device < peer)
+
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.driver = SimpleNamespace(cuDeviceCanAccessPeer=can_access)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    assert environment.find_peer_links(2) == [[False, True], [False, False]]
+    assert asked == [(0, 1), (1, 0)]
+    assert environment.find_peer_links(0) == []
 
 
 def test_the_variable_chooses_the_simulator(

@@ -18,9 +18,12 @@ from lane_checks import check_lanes
 from libraries import side_stream, torch_library
 
 from numba_ddtree import ArgumentError, BackendError, DeviceGroup, LaneError, device_group, lanes
+from numba_ddtree.arrays import device_view
+from numba_ddtree.cuda_target import uint32
 from numba_ddtree.devices import find_device_fault
 from numba_ddtree.driver_faults import DriverError
 from numba_ddtree.lanes import DeviceLane, Lane
+from numba_ddtree.launch import AnyLaunch, Kernel
 
 SIZES = (7, 3, 200, 17)
 TESTS = Path(__file__).parent
@@ -195,21 +198,30 @@ def test_how_arrays_go_from_lane_to_lane(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # On a device.
 
-CYCLES = 2_000_000  # about a millisecond
+TURNS = 500_000  # a few milliseconds
 
 
-def spin_kernel() -> Any:
-    """Make a kernel of one block that takes a while, for which the rest of the device is free."""
-    from numba_ddtree.cuda_target import cuda
+def spin_kernel(counter, turns):  # type: ignore[no-untyped-def]
+    """Take a while in one block, for which the rest of the device is free."""
+    value = counter[0]
+    for _ in range(turns):
+        value = uint32(value * uint32(1664525) + uint32(1013904223))
+    counter[0] = value
 
-    @cuda.jit
-    def spin(counter: Any, turns: Any) -> None:
-        value = counter[0]
-        for _ in range(turns):
-            value = value * 1664525 + 1013904223
-        counter[0] = value
 
-    return spin
+def double_kernel(array):  # type: ignore[no-untyped-def]
+    array[0] *= 2
+
+
+SPIN = Kernel(spin_kernel, ("void(uint32[::1], int32)",), 1)
+DOUBLE = Kernel(double_kernel, ("void(int32[::1])",), 1)
+
+
+def prepared_spin(lane: Lane, turns: int) -> AnyLaunch:
+    """Prepare a spin on a lane's device."""
+    counter = lane.put(np.zeros(1, np.uint32))
+    with lane:
+        return SPIN.prepare(1, device_view("counter", counter), np.int32(turns))
 
 
 @pytest.mark.gpu
@@ -241,20 +253,9 @@ def test_two_devices(rng: np.random.Generator, copies: str | None) -> None:
 
 @pytest.mark.gpu
 def test_lanes_of_one_device_overlap() -> None:
-    from numba_ddtree.cuda_target import cuda
-
-    spin = spin_kernel()
     with DeviceGroup([0, 0, 0, 0], timing=True) as devices:
         for lane in devices:
-            counter = lane.put(np.zeros(1, np.uint32))
-            with lane:
-                spin[1, 1, cuda.external_stream(int(lane.stream.handle))](counter, CYCLES // 4)
-                lane.synchronize()
-
-            def call(stream: Any, counter: Any = counter) -> None:
-                spin[1, 1, cuda.external_stream(int(stream.handle))](counter, CYCLES // 4)
-
-            lane.capture("spin", call)
+            lane.capture("spin", prepared_spin(lane, TURNS).launch)
 
         def run(chosen: list[Lane]) -> float:
             started = time.perf_counter()
@@ -267,19 +268,17 @@ def test_lanes_of_one_device_overlap() -> None:
         alone = [min(run([lane]) for _ in range(5)) for lane in devices]
         together = min(run(list(devices)) for _ in range(5))
         assert together < 0.6 * sum(alone)
-        assert all(lane.elapsed_us() > 0 for lane in devices)
+        assert all(1e-6 * lane.elapsed_us() <= together * 1.5 for lane in devices)
+        assert sum(1e-6 * lane.elapsed_us() for lane in devices) > 1.5 * together
 
 
 @pytest.mark.gpu
 def test_launching_does_not_wait() -> None:
-    from numba_ddtree.cuda_target import cuda
-
-    spin = spin_kernel()
     with DeviceGroup([0, 0]) as devices:
         lane = devices.lanes[1]
-        counter = lane.put(np.zeros(1, np.uint32))
+        spin = prepared_spin(lane, 20 * TURNS)
         with lane:
-            spin[1, 1, cuda.external_stream(int(lane.stream.handle))](counter, 100 * CYCLES)
+            spin.launch(lane.stream)
         assert not lane.is_done
         assert devices.lanes[0].is_done
         with pytest.raises(ArgumentError, match=r"^timing: got False"):
@@ -292,23 +291,16 @@ def test_launching_does_not_wait() -> None:
 @pytest.mark.parametrize("form", ["torch", "handle"])
 def test_lanes_come_after_a_stream_and_a_stream_after_lanes(form: str) -> None:
     torch_library()
-    from numba_ddtree.cuda_target import cuda
-
-    @cuda.jit
-    def double(array: Any) -> None:
-        array[0] *= 2
-
     with DeviceGroup([0, 0]) as devices, side_stream(form) as (torch, delayed_copy, options):
+        stream = options["stream"]
         arrays = [delayed_copy(torch.tensor([21], dtype=torch.int32)) for _ in devices]
-        devices.fork(options["stream"])
+        devices.fork(stream)
         for lane, array in zip(devices, arrays, strict=True):
             with lane:
-                view = cuda.as_cuda_array(array, sync=False)
-                double[1, 1, cuda.external_stream(int(lane.stream.handle))](view)
-        devices.join(options["stream"])
-        stream = options["stream"]
+                DOUBLE.prepare(1, device_view("array", array)).launch(lane.stream)
+        devices.join(stream)
         with torch.cuda.stream(stream if form == "torch" else torch.cuda.ExternalStream(stream)):
-            copies = [array.to("cpu", non_blocking=False) for array in arrays]
+            copies = [array.to("cpu") for array in arrays]
         assert [copy.item() for copy in copies] == [42, 42]
 
 
@@ -414,9 +406,10 @@ def test_a_failed_kernel_is_told_and_does_not_hang() -> None:
     lines = dict(line.split(" ", 1) for line in run.stdout.splitlines())
     last = len(cuda.gpus) - 1
     for key in ("failed", "closed"):
-        assert "1" in lines[key].split(")")[0]
-        assert f"lane 1 (CUDA device {last})" in lines[key]
-        assert "ILLEGAL_ADDRESS" in lines[key].upper().replace(" ", "_")
+        assert "1" in lines[key].split(")")[0]  # of the lanes at fault
+        assert f"(CUDA device {last}): " in lines[key]
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in lines[key]
+        assert "(lanes 0 and 1 share this device" in lines[key] if last == 0 else "share" not in lines[key]
     assert float(lines["seconds"]) < 60
     if last:
         assert "lane 0" not in lines["failed"]
