@@ -81,6 +81,15 @@ if not SIMULATED:
         return types.uint32(array), generate
 
     @intrinsic
+    def fresh_thread(typing_context: Any) -> Any:
+        """Index (uint32) of the thread in its block, ``%tid.x``, read anew at each use."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return assemble(builder, WORD, [], "mov.u32 $0, %tid.x;", "=r")
+
+        return types.uint32(), generate
+
+    @intrinsic
     def copy_async(typing_context: Any, shared: Any, source: Any, size: Any) -> Any:
         """Copy 16 bytes from global to shared memory without waiting: ``cp.async.cg.shared.global``.
 
@@ -109,6 +118,11 @@ if not SIMULATED:
     def named_barrier(typing_context: Any, name: Any, threads: Any) -> Any:
         """Wait at barrier `name` (1 to 15) for so many threads, whole warps: ``bar.sync``."""
         return _effect("bar.sync $0, $1;", "r,r", types.uint32, types.uint32)
+
+    @intrinsic
+    def named_arrival(typing_context: Any, name: Any, threads: Any) -> Any:
+        """Arrive at barrier `name` without waiting; so many threads wait or arrive: ``bar.arrive``."""
+        return _effect("bar.arrive $0, $1;", "r,r", types.uint32, types.uint32)
 
     @intrinsic
     def store_shared_word(typing_context: Any, shared: Any, word: Any) -> Any:
@@ -140,6 +154,11 @@ if not SIMULATED:
     def reciprocal(typing_context: Any, value: Any) -> Any:
         """Correctly rounded 1 / value, float32: ``rcp.rn.f32``."""
         return _float_function("rcp.rn.f32 $0, $1;", 1)
+
+    @intrinsic
+    def quick_reciprocal(typing_context: Any, value: Any) -> Any:
+        """1 / value of a normal float32, to 1 ulp: ``rcp.approx.ftz.f32``, which calls no function."""
+        return _float_function("rcp.approx.ftz.f32 $0, $1;", 1)
 
     @intrinsic
     def sum_of(typing_context: Any, left: Any, right: Any) -> Any:

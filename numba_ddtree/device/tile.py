@@ -29,6 +29,9 @@ from numba_ddtree.device.warp import LANES
 ROW_BYTES = 128  # of a chunk
 UNIT_BYTES = 16
 PIECE_BYTES = 16 * ROW_BYTES  # sixteen rows of a chunk
+CHUNK_BYTES = 64 * ROW_BYTES  # of 64 rows
+CHUNK_COLUMNS = 64
+CHUNK_STEPS = CHUNK_COLUMNS // 16  # products over 16 terms that a chunk's columns, or rows, make
 
 
 @device_function
@@ -107,13 +110,28 @@ if not SIMULATED:
 
         return load
 
-    def make_multiply(number: str) -> Any:
-        """Make the product of two tiles of 16-bit numbers, ``"bf16"`` or ``"f16"`` in PTX."""
+    def _add_product(builder: Any, number: str, total: list[Any], left: list[Any], right: list[Any]) -> None:
+        """Add a product over 16 terms to a total's elements, in place."""
         code = (
             f"mma.sync.aligned.m16n8k16.row.col.f32.{number}.{number}.f32 "
             "{$0, $1, $2, $3}, {$8, $9, $10, $11}, {$12, $13}, {$4, $5, $6, $7};"
         )
         constraints = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] * 6)
+        result = ir.LiteralStructType([FLOAT] * 4)
+        columns = len(right) // 2
+        for row in range(len(left) // 4):
+            for column in range(columns):
+                place = 4 * (row * columns + column)
+                operands = [
+                    *total[place : place + 4],
+                    *left[4 * row : 4 * row + 4],
+                    *right[2 * column : 2 * column + 2],
+                ]
+                piece = assemble(builder, result, operands, code, constraints, is_pure=True)
+                total[place : place + 4] = [builder.extract_value(piece, index) for index in range(4)]
+
+    def make_multiply(number: str) -> Any:
+        """Make the product of two tiles of 16-bit numbers, ``"bf16"`` or ``"f16"`` in PTX."""
 
         @intrinsic
         def multiply(typing_context: Any, total: Any, left: Any, right: Any) -> Any:
@@ -121,26 +139,105 @@ if not SIMULATED:
 
             `total` is float32 of 16 m x 8 n, `left` 16 m x 16, `right` 16 x 8 n.
             """
-            rows, columns = left.count // 4, right.count // 2
 
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                totals, lefts, rights = (elements_of(builder, arg) for arg in args)
-                result = ir.LiteralStructType([FLOAT] * 4)
-                for row in range(rows):
-                    for column in range(columns):
-                        place = 4 * (row * columns + column)
-                        operands = [
-                            *totals[place : place + 4],
-                            *lefts[4 * row : 4 * row + 4],
-                            *rights[2 * column : 2 * column + 2],
-                        ]
-                        piece = assemble(builder, result, operands, code, constraints, is_pure=True)
-                        totals[place : place + 4] = [builder.extract_value(piece, i) for i in range(4)]
-                return array_of(builder, totals)
+                elements, lefts, rights = (elements_of(builder, arg) for arg in args)
+                _add_product(builder, number, elements, lefts, rights)
+                return array_of(builder, elements)
 
             return total(total, left, right), generate
 
         return multiply
+
+    def make_row_product(number: str, chunks: int, columns: int) -> Any:
+        """Make the product of 16 rows and `columns` (a multiple of 16) columns over several chunks.
+
+        It is a function of its own, with all steps spelled out, for what the compiler cannot be trusted with:
+        each step's operands are loaded two steps ahead, addresses are offsets in the instructions, and even
+        and odd steps have totals of their own, so that no product waits for the one before.
+        """
+        steps = [(chunk, part) for chunk in range(chunks) for part in range(CHUNK_STEPS)]
+
+        @intrinsic
+        def row_product(typing_context: Any, left: Any, right: Any) -> Any:
+            """``left @ right``, float32 of 16 x `columns`: ``ldmatrix``, ``mma.sync.aligned.m16n8k16``.
+
+            From `left_address` and `right_address` of the first chunks, after which the others follow.
+            """
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                lefts, rights = (
+                    [
+                        builder.xor(arg, ir.Constant(WORD, part * 2 * UNIT_BYTES))
+                        for part in range(CHUNK_STEPS)
+                    ]
+                    for arg in args
+                )
+
+                def load(chunk: int, part: int) -> tuple[list[Any], list[Any]]:
+                    offset = chunk * CHUNK_BYTES
+                    own = _load_matrices(builder, lefts[part], offset, is_transposed=False)
+                    other = []
+                    for piece in range(columns // 16):
+                        place = offset + piece * PIECE_BYTES
+                        other += _load_matrices(builder, rights[part], place, is_transposed=False)
+                    return own, other
+
+                totals = [[ir.Constant(FLOAT, 0.0)] * (columns // 2) for _ in range(2)]
+                operands = [load(*step) for step in steps[:2]]
+                for index in range(len(steps)):
+                    if index + 2 < len(steps):
+                        operands.append(load(*steps[index + 2]))
+                    _add_product(builder, number, totals[index % 2], *operands[index])
+                code = "add.rn.f32 $0, $1, $2;"
+                sums = [
+                    assemble(builder, FLOAT, list(pair), code, "=f,f,f", is_pure=True)
+                    for pair in zip(*totals, strict=True)
+                ]
+                return array_of(builder, sums)
+
+            return types.UniTuple(types.float32, columns // 2)(types.uint32, types.uint32), generate
+
+        return row_product
+
+    def make_column_product(number: str, pieces: int, chunks: int) -> Any:
+        """Make the product of `pieces` times 16 rows of a chunk and `chunks` chunks stored by rows.
+
+        Addresses are offsets in the instructions, as in `make_row_product`.
+        """
+
+        @intrinsic
+        def add_column_product(typing_context: Any, total: Any, left: Any, right: Any) -> Any:
+            """``total + left @ right`` over 16 terms: ``ldmatrix``, ``mma.sync.aligned.m16n8k16``.
+
+            From `left_address` of the left chunk and of the first right one; the next terms are at
+            ``left ^ 32`` and `PIECE_BYTES` after `right`. `total` is float32 of 16 `pieces` x 64 `chunks`.
+            """
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements = elements_of(builder, args[0])
+                own = []
+                for piece in range(pieces):
+                    own += _load_matrices(builder, args[1], piece * PIECE_BYTES, is_transposed=False)
+                rights = [
+                    builder.xor(args[2], ir.Constant(WORD, part * 2 * UNIT_BYTES))
+                    for part in range(CHUNK_STEPS)
+                ]
+                width = 4 * CHUNK_COLUMNS // 8  # elements of a piece's 64 columns
+                for chunk in range(chunks):
+                    other = []
+                    for address in rights:
+                        other += _load_matrices(builder, address, chunk * CHUNK_BYTES, is_transposed=True)
+                    starts = [(piece * chunks + chunk) * width for piece in range(pieces)]
+                    chosen = [element for start in starts for element in elements[start : start + width]]
+                    _add_product(builder, number, chosen, own, other)
+                    for index, start in enumerate(starts):
+                        elements[start : start + width] = chosen[index * width : (index + 1) * width]
+                return array_of(builder, elements)
+
+            return total(total, types.uint32, types.uint32), generate
+
+        return add_column_product
 
     def make_zeros(count: int) -> Any:
         """Make a tile of zeros, float32."""
@@ -259,34 +356,39 @@ if not SIMULATED:
         return left(left, right), generate
 
     @intrinsic
-    def scale_columns_within(
-        typing_context: Any, tile: Any, factor: Any, first: Any, begin: Any, ends: Any
-    ) -> Any:
-        """Scale a 16 rows tall tile, and put -inf outside of columns `begin` to `end` - 1: ``mul.rn.f32``.
+    def scale_tile(typing_context: Any, tile: Any, factor: Any) -> Any:
+        """Multiply all elements by one factor: ``mul.rn.f32``."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            code = "mul.rn.f32 $0, $1, $2;"
+            scaled = [
+                assemble(builder, FLOAT, [element, args[1]], code, "=f,f,f", is_pure=True)
+                for element in elements_of(builder, args[0])
+            ]
+            return array_of(builder, scaled)
+
+        return tile(tile, types.float32), generate
+
+    @intrinsic
+    def keep_columns(typing_context: Any, tile: Any, first: Any, begin: Any, ends: Any) -> Any:
+        """Put -inf outside of columns `begin` to `end` - 1 of a 16 rows tall tile.
 
         `first` (int32) is the number of the lane's first column; `ends` are two int32, of rows g and g + 8.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            elements = elements_of(builder, args[0])
-            factor, first, begin = args[1:4]
-            ends = elements_of(builder, args[4])
-            nothing = ir.Constant(FLOAT, float("-inf"))
-            scaled = []
-            for index, element in enumerate(elements):
-                column = builder.add(first, ir.Constant(WORD, index // 4 * 8 + index % 2))
-                is_within = builder.and_(
-                    builder.icmp_signed(">=", column, begin),
+            ends = elements_of(builder, args[3])
+            kept = []
+            for index, element in enumerate(elements_of(builder, args[0])):
+                column = builder.add(args[1], ir.Constant(WORD, index // 4 * 8 + index % 2))
+                is_kept = builder.and_(
+                    builder.icmp_signed(">=", column, args[2]),
                     builder.icmp_signed("<", column, ends[index % 4 // 2]),
                 )
-                value = assemble(
-                    builder, FLOAT, [element, factor], "mul.rn.f32 $0, $1, $2;", "=f,f,f", is_pure=True
-                )
-                scaled.append(builder.select(is_within, value, nothing))
-            return array_of(builder, scaled)
+                kept.append(builder.select(is_kept, element, ir.Constant(FLOAT, float("-inf"))))
+            return array_of(builder, kept)
 
-        pair = types.UniTuple(types.int32, 2)
-        return tile(tile, types.float32, types.int32, types.int32, pair), generate
+        return tile(tile, types.int32, types.int32, types.UniTuple(types.int32, 2)), generate
 
     @intrinsic
     def exp2_below(typing_context: Any, tile: Any, maxima: Any) -> Any:

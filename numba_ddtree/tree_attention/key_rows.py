@@ -59,26 +59,23 @@ def key_capacity(keys: Any, request: Any) -> Any:
 
 
 @device_routine
-def page_and_row(keys: Any, request: Any, position: Any) -> Any:
-    """Page and row in it (int32) of a key below `key_capacity`; -1 for a page number that is none."""
+def row_addresses(keys: Any, request: Any, position: Any) -> Any:
+    """Addresses (uint64) of the latent and the rotary part of a key below `key_capacity`.
+
+    Both are `ABSENT` where the page table names a page that is none.
+    """
     place = uint32(position)
     page_of_request = place // uint32(keys.page_size)
-    row = int32(place - page_of_request * uint32(keys.page_size))
+    row = int64(place - page_of_request * uint32(keys.page_size))
     page = int32(request)
     if keys.page_starts.shape[0] > 0:
         page = keys.page_table[uint32(uint32(keys.page_starts[uint32(request)]) + page_of_request)]
     elif keys.page_table.shape[0] > 0:
         page = keys.page_table[int64(request) * int64(keys.table_stride) + int64(page_of_request)]
-    return page if uint32(page) < uint32(keys.num_pages) else int32(-1), row
-
-
-@device_routine
-def row_addresses(keys: Any, page: Any, row: Any) -> Any:
-    """Addresses (uint64) of the latent and the rotary part of a page's row; `ABSENT` for page -1."""
-    if page < 0:
+    if uint32(page) >= uint32(keys.num_pages):
         return ABSENT, ABSENT
-    ckv = int64(page) * keys.ckv_page_stride + int64(row) * keys.ckv_stride
-    kpe = int64(page) * keys.kpe_page_stride + int64(row) * keys.kpe_stride
+    ckv = int64(page) * keys.ckv_page_stride + row * keys.ckv_stride
+    kpe = int64(page) * keys.kpe_page_stride + row * keys.kpe_stride
     return uint64(keys.ckv + uint64(ckv)), uint64(keys.kpe + uint64(kpe))
 
 

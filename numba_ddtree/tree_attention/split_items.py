@@ -90,6 +90,15 @@ def tiles_in_wave(tree: Any, keys: Any, wave: Any, request: Any, max_keys: Any) 
 
 
 @device_routine
+def tiles_and_blocks(tree: Any, keys: Any, wave: Any, request: Any, max_keys: Any) -> Any:
+    """Tiles of a request in a wave, and blocks of its longest key range (int32); none of no request."""
+    if request >= tree.num_nodes.shape[0]:
+        return int32(0), int32(0)
+    _, tiles = tiles_in_wave(tree, keys, wave, request, max_keys)
+    return tiles, blocks_of(tree, request) if tiles > 0 else int32(0)
+
+
+@device_routine
 def split_length(tree: Any, keys: Any, wave: Any, max_keys: Any) -> Any:
     """Blocks (int32) of a split: as planned, or what balances the wave's work best; the warp takes part.
 
@@ -101,24 +110,22 @@ def split_length(tree: Any, keys: Any, wave: Any, max_keys: Any) -> Any:
     batch = int32(tree.num_nodes.shape[0])
     lane = int32(cuda.threadIdx.x & 31)
     longest = uint32(1)
-    for first in range(0, batch, LANES):
-        request = int32(int32(first) + lane)
-        blocks = int32(0)
-        if request < batch and is_valid_request(tree, keys, request, max_keys):
-            blocks = blocks_of(tree, request)
+    for start in range(0, batch, LANES):
+        _, blocks = tiles_and_blocks(tree, keys, wave, int32(int32(start) + lane), max_keys)
         longest = uint32(max(longest, warp_max(uint32(blocks))))
     splits = uint32(lane + 1)
     length = uint32(uint32(longest + splits - uint32(1)) // splits)
     items = uint32(0)
-    for request in range(batch):
-        _, tiles = tiles_in_wave(tree, keys, wave, int32(request), max_keys)
-        if tiles > 0:
-            blocks = uint32(blocks_of(tree, int32(request)))
-            items += uint32(tiles) * uint32(uint32(blocks + length - uint32(1)) // length)
+    for start in range(0, batch, LANES):
+        tiles, blocks = tiles_and_blocks(tree, keys, wave, int32(int32(start) + lane), max_keys)
+        for owner in range(LANES):
+            longer = uint32(uint32(warp_broadcast(blocks, int32(owner))) + length - uint32(1))
+            items += uint32(warp_broadcast(tiles, int32(owner))) * uint32(longer // length)
     rounds = uint32(uint32(items + uint32(wave.workers - 1)) // uint32(wave.workers))
     cost = uint32(min(rounds * uint32(length + uint32(ITEM_BLOCKS)), uint32((1 << 26) - 1)))
     if splits > uint32(wave.max_splits):
         cost = uint32((1 << 26) - 1)
+    # The least cost, and of equal ones the least number of splits.
     key = uint32(uint32(~uint32(cost << uint32(5))) - uint32(lane))
     best = uint32(uint32(~warp_max(key)) & uint32(31))
     return int32(warp_broadcast(int32(length), int32(best)))

@@ -144,7 +144,8 @@ def merge_splits_kernel(  # type: ignore[no-untyped-def]
             elif row >= used:
                 fill_row(out, lse, place, float32(0), float32(-np.inf), form, lane)
             else:
-                seen = int32(prefix + path_length(ancestor_bits, request, uint32(row // uint32(heads))))
+                length_of_path = path_length(ancestor_bits, request, uint32(row // uint32(heads)))
+                seen = int32(prefix + min(length_of_path, max_path))
                 splits = uint32(splits_of(seen, length))
                 if splits > uint32(1):
                     partial = uint32(uint32(tile_of_wave * uint32(TILE_ROWS)) + in_tile)

@@ -6,9 +6,7 @@ buffers. A key's latent row is its value too, so that a block is read from globa
 
 Two groups of four warps have 32 rows each. For a block of keys, a group computes
 
-1. scores: a warp has 32 rows x 32 keys, over one half of each 64 columns; two warps then exchange halves
-   of their sums, and each has 16 rows x 32 keys. (Splitting the sums halves what is read of shared memory,
-   the bottleneck: 295 KB a block instead of 442.)
+1. scores: a warp has 16 rows x 32 keys;
 2. the rows' new maxima, over the two warps that share rows;
 3. probabilities, rounded to 16 bits, to shared memory; sums of the unrounded ones stay with their lanes;
 4. outputs: a warp has 32 rows x 128 columns, which it rescales, and adds probabilities times values.
@@ -19,8 +17,8 @@ the last block's outputs, so that one has products for the tensor cores while th
     first    | scores i        maxima, probabilities i    outputs i |
     second   | outputs i - 1   loads i + 1   scores i   maxima, probabilities i |
 
-The second group loads, into the buffer that both are then done with; the first looks up the rows of the
-block after that one.
+The first group looks up where the rows of block i + 1 are, the second loads them, into the buffer that both
+are then done with.
 
 First come the blocks that lie in the prefix, which all rows see. Then, for each node of the tile, come the
 blocks, one or two, that hold the rest of the prefix and the node's own path, each key in the slot of its
@@ -39,6 +37,7 @@ import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, float32, int32, int64, uint32, uint64
 from numba_ddtree.device.memory import store_flat
+from numba_ddtree.device.tile import CHUNK_BYTES, PIECE_BYTES
 from numba_ddtree.devices import multiprocessors
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
@@ -47,7 +46,6 @@ from numba_ddtree.tree_attention.key_rows import (
     KEY_SIGNATURE,
     Keys,
     key_arguments,
-    page_and_row,
     path_length,
     path_slot,
     row_addresses,
@@ -76,41 +74,37 @@ if not SIMULATED:
         close_copies,
         copy_async,
         exp2,
+        fresh_thread,
         larger_of,
         multiply_add,
+        named_arrival,
         named_barrier,
         shared_address_of,
         sum_of,
         wait_for_copies,
     )
     from numba_ddtree.device.tile import (
-        add_tiles,
         exp2_below,
+        keep_columns,
         left_address,
-        lower_half,
-        make_column_load,
-        make_lane_load,
-        make_multiply,
-        make_row_load,
+        make_column_product,
         make_row_part,
+        make_row_product,
         make_row_store,
         make_zeros,
         right_address,
         row_maxima,
         row_sums,
-        scale_columns_within,
         scale_rows,
-        store_lanes,
+        scale_tile,
         store_row_floats,
         unit_address,
-        upper_half,
     )
     from numba_ddtree.tree_attention.outputs import natural_log_sum, normaliser, store_row
 
-    row_part_0, row_part_1, row_part_2, row_part_3 = (make_row_part(row, 8) for row in range(4))
+    row_part_0, row_part_1, row_part_2, row_part_3 = (make_row_part(row, 16) for row in range(4))
 
 THREADS = block_threads(256)
-CHUNK_BYTES = 64 * 128  # 64 rows of 64 columns
 CHUNKS = 9  # eight of the latent part, one of the rotary part
 BLOCK_BYTES = CHUNKS * CHUNK_BYTES
 QUERIES_AT = 0
@@ -119,15 +113,17 @@ WEIGHTS_AT = KEYS_AT + 2 * BLOCK_BYTES  # probabilities; before them, halves of 
 STATE_AT = WEIGHTS_AT + CHUNK_BYTES
 ALIGNMENT = 128
 # Words of a block's state: of each row the maxima, later the sums, of two halves of a block's keys, what
-# its output is scaled by, and how many keys it sees; of two blocks of keys the rows to load, a page and a
-# row in it each; whether a page was none.
-MAXIMA, FACTORS, SEEN, FAULT = 0, 2 * TILE_ROWS, 3 * TILE_ROWS, 4 * TILE_ROWS
-LOOKED_UP = 4 * TILE_ROWS + 4
-STATE_WORDS = LOOKED_UP + 2 * 2 * KEY_BLOCK
+# its output is scaled by, how many keys it sees and whether one was not to be found; the item and its split's
+# length, which would take registers. After them the addresses of a block's rows, two of 64 bits each.
+MAXIMA, FACTORS, SEEN, FAULTS = 0, 2 * TILE_ROWS, 3 * TILE_ROWS, 4 * TILE_ROWS
+ITEM = 5 * TILE_ROWS
+REQUEST, TILE, SPLIT, INDEX, LENGTH = range(5)
+ADDRESSES = ITEM + 8
+STATE_WORDS = ADDRESSES + 4 * KEY_BLOCK
 SHARED_BYTES = ALIGNMENT + STATE_AT + 4 * STATE_WORDS
 GROUP_ROWS = 32
-PAIR_THREADS, GROUP_THREADS = 64, 128
-FIRST_PAIR, FIRST_GROUP = 1, 5  # names of barriers
+GROUP_THREADS = 128
+FIRST_GROUP, LOOKED_UP = 1, 3  # names of barriers
 LOG2_E = 1.4426950408889634
 
 
@@ -138,8 +134,8 @@ class Place(NamedTuple):
     lane: Any
     warp: Any
     group: Any
-    half: Any  # of each 64 columns, that the warp sums over; of its 32 rows, that it keeps
-    keys: Any  # first of the 32 keys that the warp has scores of
+    rows: Any  # first of the 16 rows that the warp has scores of
+    keys: Any  # first of its 32 keys
     row: Any  # first of the two rows that the lane has scores of; the other is 8 further
     queries: Any
     weights: Any
@@ -147,16 +143,19 @@ class Place(NamedTuple):
 
 @device_routine
 def place_of_thread(base):  # type: ignore[no-untyped-def]
-    """Return a thread's `Place` in shared memory from `base` on."""
-    thread = uint32(cuda.threadIdx.x)
+    """Return a thread's `Place` in shared memory from `base` on.
+
+    It is worked out anew wherever it is needed, and takes no registers in between.
+    """
+    thread = fresh_thread()
     lane = uint32(thread & uint32(31))
     warp = uint32(thread >> uint32(5))
     group = uint32(warp >> uint32(2))
-    half = uint32(warp & uint32(1))
+    rows = uint32(group * uint32(GROUP_ROWS) + uint32(uint32(warp & uint32(1)) << uint32(4)))
     keys = uint32(uint32(uint32(warp >> uint32(1)) & uint32(1)) << uint32(5))
-    row = uint32(group * uint32(GROUP_ROWS) + uint32(half << uint32(4)) + uint32(lane >> uint32(2)))
+    row = uint32(rows + uint32(lane >> uint32(2)))
     queries, weights = uint32(base + uint32(QUERIES_AT)), uint32(base + uint32(WEIGHTS_AT))
-    return Place(thread, lane, warp, group, half, keys, row, queries, weights)
+    return Place(thread, lane, warp, group, rows, keys, row, queries, weights)
 
 
 @device_routine
@@ -194,8 +193,17 @@ def load_queries(place, q_nope, nope_stride, q_pe, pe_stride, first, count):  # 
 
 
 @device_routine
-def look_up(row, keys, tree, item, block, node, s_seen, s_rows, s_state):  # type: ignore[no-untyped-def]
-    """Write where row `row` of a block of keys is to be found, a page, -1 for none, and a row in it.
+def spoil(item, tree, node, s_faults):  # type: ignore[no-untyped-def]
+    """Note that a key of a node was not to be found; in the prefix, for -1, of all rows."""
+    begin = int32(node * tree.heads - item.first_row) if node >= 0 else int32(0)
+    end = int32(begin + tree.heads) if node >= 0 else int32(TILE_ROWS)
+    for row in range(max(begin, int32(0)), min(end, int32(TILE_ROWS))):
+        s_faults[uint32(row)] = 1
+
+
+@device_routine
+def look_up(row, keys, tree, item, block, node, s_seen, s_addresses, s_faults):  # type: ignore[no-untyped-def]
+    """Write the addresses of row `row` of a block of keys, `ABSENT` for one that is not to be read.
 
     Of the tree's keys those on the path of `node` are there. In the prefix, -1 stands for it.
     """
@@ -204,27 +212,37 @@ def look_up(row, keys, tree, item, block, node, s_seen, s_rows, s_state):  # typ
         if position < seen_by(item, tree, s_seen, node):
             slot = path_slot(tree.ancestor_bits, item.request, node, int32(position - item.prefix))
             position = int32(item.prefix + slot)
+            if uint32(slot) >= uint32(tree.num_nodes[uint32(item.request)]):
+                position = int32(-1)
+                spoil(item, tree, node, s_faults)
         else:
             position = int32(-1)
-    page, page_row = int32(-1), int32(0)
+    latent, rotary = ABSENT, ABSENT
     if position >= 0:
-        page, page_row = page_and_row(keys, item.request, position)
-        if page < 0:
-            s_state[FAULT] = 1
-    s_rows[uint32(uint32(2) * row)] = page
-    s_rows[uint32(uint32(2) * row + uint32(1))] = page_row
+        latent, rotary = row_addresses(keys, item.request, position)
+        if latent == ABSENT:
+            spoil(item, tree, node, s_faults)
+    s_addresses[uint32(uint32(2) * row)] = latent
+    s_addresses[uint32(uint32(2) * row + uint32(1))] = rotary
 
 
 @device_routine
-def load_block(thread, keys, s_rows, buffer):  # type: ignore[no-untyped-def]
+def load_block(s_addresses, buffer):  # type: ignore[no-untyped-def]
     """Begin to copy a block of keys that was looked up; a group takes part."""
+    thread = fresh_thread()
     unit = uint32(thread & uint32(7))
-    first = uint32(uint32(thread & uint32(GROUP_THREADS - 1)) >> uint32(3))
-    for step in range(uint32(KEY_BLOCK * 8 // GROUP_THREADS)):
-        row = uint32(first + uint32(step) * uint32(GROUP_THREADS // 8))
-        page, page_row = s_rows[uint32(uint32(2) * row)], s_rows[uint32(uint32(2) * row + uint32(1))]
-        latent, rotary = row_addresses(keys, page, page_row)
-        load_row(buffer, row, unit, latent, rotary)
+    row_0 = uint32(uint32(thread & uint32(GROUP_THREADS - 1)) >> uint32(3))
+    row_1 = uint32(row_0 + uint32(GROUP_THREADS // 8))
+    row_2 = uint32(row_1 + uint32(GROUP_THREADS // 8))
+    row_3 = uint32(row_2 + uint32(GROUP_THREADS // 8))
+    latent_0, rotary_0 = s_addresses[uint32(row_0 * 2)], s_addresses[uint32(row_0 * 2 + 1)]
+    latent_1, rotary_1 = s_addresses[uint32(row_1 * 2)], s_addresses[uint32(row_1 * 2 + 1)]
+    latent_2, rotary_2 = s_addresses[uint32(row_2 * 2)], s_addresses[uint32(row_2 * 2 + 1)]
+    latent_3, rotary_3 = s_addresses[uint32(row_3 * 2)], s_addresses[uint32(row_3 * 2 + 1)]
+    load_row(buffer, row_0, unit, latent_0, rotary_0)
+    load_row(buffer, row_1, unit, latent_1, rotary_1)
+    load_row(buffer, row_2, unit, latent_2, rotary_2)
+    load_row(buffer, row_3, unit, latent_3, rotary_3)
 
 
 class Item(NamedTuple):
@@ -269,33 +287,37 @@ def has_rows(place, item, tree, node):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def share_sums(place, past, s_state, s_maxima, s_factors):  # type: ignore[no-untyped-def]
-    """Write each row's maximum to the factors, and the sums of its two halves; NaN after a fault."""
+def share_sums(place, past, s_faults, s_maxima, s_factors):  # type: ignore[no-untyped-def]
+    """Write each row's maximum to the factors, and the sums of its two halves, NaN after a fault."""
     maximum_0, maximum_1, sum_0, sum_1 = past
     sum_0 = sum_of(sum_0, cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 1))
     sum_1 = sum_of(sum_1, cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 1))
     sum_0 = sum_of(sum_0, cuda.shfl_xor_sync(0xFFFFFFFF, sum_0, 2))
     sum_1 = sum_of(sum_1, cuda.shfl_xor_sync(0xFFFFFFFF, sum_1, 2))
-    if s_state[FAULT] != 0:
-        sum_0, sum_1 = float32(np.nan), float32(np.nan)
+    below = uint32(place.row + uint32(8))
+    sum_0 = float32(np.nan) if s_faults[place.row] else sum_0
+    sum_1 = float32(np.nan) if s_faults[below] else sum_1
     if uint32(place.lane & uint32(3)) == uint32(0):
         own = uint32(place.keys << uint32(1))
         s_maxima[uint32(own + place.row)] = sum_0
-        s_maxima[uint32(own + place.row + uint32(8))] = sum_1
+        s_maxima[uint32(own + below)] = sum_1
         if place.keys == uint32(0):
             s_factors[place.row] = maximum_0
-            s_factors[uint32(place.row + uint32(8))] = maximum_1
+            s_factors[below] = maximum_1
 
 
 @device_routine
-def count_keys(place, tree, item, s_seen):  # type: ignore[no-untyped-def]
-    """Write how many keys each row of the tile sees, 0 for the rows after the last."""
+def count_keys(place, tree, item, s_seen, s_faults):  # type: ignore[no-untyped-def]
+    """Write how many keys each row of the tile sees, 0 for the rows after the last; too many are a fault."""
     if place.thread < uint32(TILE_ROWS):
-        seen = int32(0)
+        seen, fault = int32(0), int32(0)
         if int32(place.thread) < item.rows:
             node = uint32(uint32(item.first_row) + place.thread) // uint32(tree.heads)
-            seen = int32(item.prefix + path_length(tree.ancestor_bits, item.request, node))
+            length = path_length(tree.ancestor_bits, item.request, node)
+            fault = int32(length > tree.max_path)
+            seen = int32(item.prefix + min(length, tree.max_path))
         s_seen[place.thread] = seen
+        s_faults[place.thread] = fault
 
 
 @device_routine
@@ -341,7 +363,7 @@ def store_tile_row(  # type: ignore[no-untyped-def]
     column, item, length, s_seen, s_maxima, s_factors, pairs, within, partials, partial_sums, wave_row,
     out, lse, first, form,
 ):  # fmt: skip
-    """Write a lane's pairs of 64 columns of row `within` of the tile, the first at column `column`."""
+    """Write a lane's pairs of 128 columns of row `within` of the tile, the first at column `column`."""
     if int32(within) >= item.rows:
         return
     column = int64(column)
@@ -371,15 +393,12 @@ def row_factor(length, s_seen, s_maxima, within):  # type: ignore[no-untyped-def
 
 @device_routine
 def store_outputs(  # type: ignore[no-untyped-def]
-    place, item, length, s_seen, s_maxima, s_factors, output, offset, partials, partial_sums, wave_row,
-    out, lse, first, form,
+    place, item, length, s_seen, s_maxima, s_factors, output, partials, partial_sums, wave_row, out, lse,
+    first, form,
 ):  # fmt: skip
-    """Write 32 rows x 64 columns of a warp's 128, from the column `offset` of them on.
-
-    Rows of one split are written as they are to be, others to be merged.
-    """
+    """Write a warp's 32 rows x 128 columns: rows of one split as they are to be, others to be merged."""
     row = uint32(place.group * uint32(GROUP_ROWS) + uint32(place.lane >> uint32(2)))
-    column = uint32(uint32(place.warp & uint32(3)) * uint32(128) + offset)
+    column = uint32(uint32(place.warp & uint32(3)) * uint32(128))
     column = uint32(column + uint32(uint32(place.lane & uint32(3)) << uint32(1)))
     output = scale_rows(
         output,
@@ -413,64 +432,40 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
     if SIMULATED:
         return lambda: None  # tensor cores are not simulated
 
-    multiply = make_multiply(number)
     store_weights = make_row_store(f"{number}x2")
-    load_operands = make_row_load(2)
-    load_values = make_column_load(4)
-    load_half = make_lane_load(16)
-    no_scores = make_zeros(32)
-    no_output = make_zeros(64)
+    multiply_rows = make_row_product(number, CHUNKS, 32)
+    add_columns = make_column_product(number, 2, 2)
+    no_output = make_zeros(128)
 
     @device_routine
-    def scores_of(place, buffer):  # type: ignore[no-untyped-def]
-        """Products of queries and keys: 16 rows x 32 keys, summed over all columns; see `Place`."""
-        rows = uint32(place.group * uint32(GROUP_ROWS * 128))
-        chosen = uint32(place.half * uint32(64))
-        left = left_address(uint32(place.queries + rows), place.lane) ^ chosen
-        right = right_address(uint32(buffer + uint32(place.keys * uint32(128))), place.lane) ^ chosen
-        scores = no_scores()
-        queries, keys = load_operands(left), load_operands(right)
-        for chunk in range(uint32(CHUNKS)):
-            more_queries = load_operands(uint32(left ^ uint32(32)))
-            more_keys = load_operands(uint32(right ^ uint32(32)))
-            scores = multiply(scores, queries, keys)
-            step = uint32(CHUNK_BYTES) if uint32(chunk) < uint32(CHUNKS - 1) else uint32(0)
-            left, right = uint32(left + step), uint32(right + step)
-            queries, keys = load_operands(left), load_operands(right)
-            scores = multiply(scores, more_queries, more_keys)
-        # The two warps of a pair have the same rows and keys, and each keeps half of the rows.
-        pair = uint32(place.warp >> uint32(1))
-        exchanged = uint32(place.weights + uint32(pair * uint32(2048)) + uint32(place.lane * uint32(16)))
-        own = lower_half(scores)
-        if place.half == uint32(0):
-            store_lanes(exchanged, upper_half(scores))
-        named_barrier(uint32(pair + uint32(FIRST_PAIR)), uint32(PAIR_THREADS))
-        if place.half == uint32(1):
-            own = add_tiles(upper_half(scores), load_half(exchanged))
-            store_lanes(exchanged, lower_half(scores))
-        named_barrier(uint32(pair + uint32(FIRST_PAIR)), uint32(PAIR_THREADS))
-        if place.half == uint32(0):
-            own = add_tiles(own, load_half(exchanged))
-        return own
+    def scores_of(base, buffer):  # type: ignore[no-untyped-def]
+        """Products of queries and keys: 16 rows x 32 keys a warp."""
+        place = place_of_thread(base)
+        left = left_address(uint32(place.queries + place.rows * uint32(128)), place.lane)
+        right = right_address(uint32(buffer + place.keys * uint32(128)), place.lane)
+        return multiply_rows(left, right)
 
     @device_routine
-    def weigh_scores(place, tree, item, scale, s_seen, s_maxima, s_factors, block, node, scores, past):  # type: ignore[no-untyped-def]
+    def weigh_scores(base, tree, item, scale, s_seen, s_maxima, s_factors, block, node, scores, past):  # type: ignore[no-untyped-def]
         """Turn scores into probabilities in shared memory; a group takes part.
 
         `past` are the maxima and sums of the lane's two rows, which come back with this block's.
         """
         maximum_0, maximum_1, sum_0, sum_1 = past
+        place = place_of_thread(base)
         quad = uint32(place.lane & uint32(3))
         own = uint32(place.keys << uint32(1))  # where the warp's maxima begin, and the others of its rows
         other = uint32(own ^ uint32(TILE_ROWS))
         below = uint32(place.row + uint32(8))
-        ends = (
-            row_end(item, tree, s_seen, block, node, place.row),
-            row_end(item, tree, s_seen, block, node, below),
-        )
-        column = int32(place.keys + uint32(quad << uint32(1)))
-        first_column = int32(item.first_seen - block * int32(KEY_BLOCK))
-        scores = scale_columns_within(scores, scale, column, first_column, ends)
+        scores = scale_tile(scores, scale)
+        if node >= 0:
+            ends = (
+                row_end(item, tree, s_seen, block, node, place.row),
+                row_end(item, tree, s_seen, block, node, below),
+            )
+            column = int32(place.keys + uint32(quad << uint32(1)))
+            first_column = int32(item.first_seen - block * int32(KEY_BLOCK))
+            scores = keep_columns(scores, column, first_column, ends)
         largest = row_maxima(scores)
         top_0 = larger_of(largest[0], cuda.shfl_xor_sync(0xFFFFFFFF, largest[0], 1))
         top_1 = larger_of(largest[1], cuda.shfl_xor_sync(0xFFFFFFFF, largest[1], 1))
@@ -502,8 +497,9 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
         return top_0, top_1, sum_0, sum_1
 
     @device_routine
-    def add_values(place, buffer, s_factors, left_output, right_output):  # type: ignore[no-untyped-def]
-        """Scale the outputs, and add probabilities times values: 32 rows x 64 columns, twice a warp."""
+    def add_values(base, buffer, s_factors, output):  # type: ignore[no-untyped-def]
+        """Scale the outputs, and add probabilities times values: 32 rows x 128 columns a warp."""
+        place = place_of_thread(base)
         first = uint32(place.group * uint32(GROUP_ROWS))
         row = uint32(first + uint32(place.lane >> uint32(2)))
         factors = (
@@ -512,16 +508,20 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
             s_factors[uint32(row + uint32(16))],
             s_factors[uint32(row + uint32(24))],
         )
-        left_output, right_output = scale_rows(left_output, factors), scale_rows(right_output, factors)
         weights = left_address(uint32(place.weights + uint32(first * uint32(128))), place.lane)
         chunk = uint32(uint32(place.warp & uint32(3)) * uint32(2 * CHUNK_BYTES))
         values = left_address(uint32(buffer + chunk), place.lane)
-        for step in range(uint32(4)):
-            own = load_operands(uint32(weights ^ uint32(uint32(step) << uint32(5))))
-            left_output = multiply(left_output, own, load_values(values))
-            right_output = multiply(right_output, own, load_values(uint32(values + uint32(CHUNK_BYTES))))
-            values = uint32(values + uint32(16 * 128))
-        return left_output, right_output
+        # Mostly no row has a new maximum; a product with 1 changes no bit.
+        is_new = factors[0] != float32(1) or factors[1] != float32(1)
+        is_new = is_new or factors[2] != float32(1) or factors[3] != float32(1)
+        if cuda.any_sync(0xFFFFFFFF, is_new):
+            output = scale_rows(output, factors)
+        step = uint32(0)
+        while step < uint32(KEY_BLOCK // 16):
+            output = add_columns(output, uint32(weights ^ uint32(step << uint32(5))), values)
+            values = uint32(values + uint32(PIECE_BYTES))
+            step = uint32(step + uint32(1))
+        return output
 
     def tensor_cores_kernel(  # type: ignore[no-untyped-def]
         q_nope,  # uint64: address of the rows [B * N * H, LATENT]
@@ -569,11 +569,13 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
         raw = shared_address_of(s_words)
         base = uint32(uint32(raw + uint32(ALIGNMENT - 1)) & uint32(~(ALIGNMENT - 1) & 0xFFFFFFFF))
         state_at = uint32(uint32(base - raw + uint32(STATE_AT)) >> uint32(2))
-        s_state = s_words[state_at:]
+        s_item = s_words[uint32(state_at + uint32(ITEM)) :]
+        s_faults = s_words[uint32(state_at + uint32(FAULTS)) :]
         s_seen = s_words[uint32(state_at + uint32(SEEN)) :]
         s_maxima = s_floats[uint32(state_at + uint32(MAXIMA)) :]
         s_factors = s_floats[uint32(state_at + uint32(FACTORS)) :]
-        s_rows = s_words[uint32(state_at + uint32(LOOKED_UP)) :]
+        s_long = cuda.shared.array(0, uint64)
+        s_addresses = s_long[uint32(uint32(state_at + uint32(ADDRESSES)) >> uint32(1)) :]
         place = place_of_thread(base)
         is_first = place.group == uint32(0)
         length = split_length(tree, keys, wave, max_keys)
@@ -583,82 +585,71 @@ def make_kernel(number: str, name: str):  # type: ignore[no-untyped-def]
             request, tile, split = find_item(tree, keys, wave, length, max_keys, index)
             if request < 0:
                 return
-            index = int32(index + workers)
             item = item_of(tree, request, tile, split, length, sees_prefix)
-            first = int64(request) * request_rows + int64(item.first_row)
             cuda.syncthreads()  # of the item before, all is read
-            count_keys(place, tree, item, s_seen)
+            count_keys(place, tree, item, s_seen, s_faults)
             if place.thread == uint32(0):
-                s_state[FAULT] = 0
+                s_item[REQUEST], s_item[TILE], s_item[SPLIT] = request, tile, split
+                s_item[INDEX], s_item[LENGTH] = index, length
+            first = int64(request) * request_rows + int64(item.first_row)
             load_queries(place, q_nope, nope_stride, q_pe, pe_stride, first, uint32(item.rows))
             cuda.syncthreads()
             start = item.begin if sees_prefix else int32(max(item.begin, first_path_block(item)))
             block, node = following(item, tree, s_seen, int32(start - 1), int32(-1))
-            next_block, next_node = following(item, tree, s_seen, block, node)
-            row = uint32(place.thread & uint32(KEY_BLOCK - 1))
-            rows_at, next_rows_at = uint32(0), uint32(2 * KEY_BLOCK)
-            if place.thread < uint32(KEY_BLOCK):
-                if block >= 0:
-                    look_up(row, keys, tree, item, block, node, s_seen, s_rows, s_state)
-            elif place.thread < uint32(2 * KEY_BLOCK) and next_block >= 0:
-                look_up(row, keys, tree, item, next_block, next_node, s_seen, s_rows[next_rows_at:], s_state)
+            row = place.thread
+            if block >= 0 and row < uint32(KEY_BLOCK):
+                look_up(row, keys, tree, item, block, node, s_seen, s_addresses, s_faults)
             buffer = uint32(base + uint32(KEYS_AT))
             spare = uint32(buffer + uint32(BLOCK_BYTES))
             cuda.syncthreads()
             if block >= 0 and not is_first:
-                load_block(place.thread, keys, s_rows, buffer)
-            left_output, right_output = no_output(), no_output()
+                load_block(s_addresses, buffer)
+            output = no_output()
             past = (float32(-np.inf), float32(-np.inf), float32(0), float32(0))
             is_due = False  # whether the second group has outputs to add
             while block >= 0:
-                later_block, later_node = following(item, tree, s_seen, next_block, next_node)
+                next_block, next_node = following(item, tree, s_seen, block, node)
                 takes_part = has_rows(place, item, tree, node)
                 close_copies()
                 wait_for_copies()
                 cuda.syncthreads()
                 if is_first:
-                    # `rows_at` was read a block ago.
-                    if later_block >= 0 and place.thread < uint32(KEY_BLOCK):
-                        look_up(
-                            row, keys, tree, item, later_block, later_node, s_seen, s_rows[rows_at:], s_state
-                        )
+                    if next_block >= 0 and row < uint32(KEY_BLOCK):
+                        look_up(row, keys, tree, item, next_block, next_node, s_seen, s_addresses, s_faults)
+                    named_arrival(uint32(LOOKED_UP), uint32(THREADS))
                 else:
                     if is_due:
-                        left_output, right_output = add_values(
-                            place, spare, s_factors, left_output, right_output
-                        )
-                    group_barrier(place)
+                        output = add_values(base, spare, s_factors, output)
+                    # The whole group is done with the spare buffer, too.
+                    named_barrier(uint32(LOOKED_UP), uint32(THREADS))
                     if next_block >= 0:
-                        load_block(place.thread, keys, s_rows[next_rows_at:], spare)
+                        load_block(s_addresses, spare)
                 if takes_part:
-                    scores = scores_of(place, buffer)
                     past = weigh_scores(
-                        place, tree, item, scale, s_seen, s_maxima, s_factors, block, node, scores, past
-                    )
+                        base, tree, item, scale, s_seen, s_maxima, s_factors, block, node,
+                        scores_of(base, buffer), past,
+                    )  # fmt: skip
                     if is_first:
-                        left_output, right_output = add_values(
-                            place, buffer, s_factors, left_output, right_output
-                        )
+                        output = add_values(base, buffer, s_factors, output)
                 is_due = takes_part
                 buffer, spare = spare, buffer
-                rows_at, next_rows_at = next_rows_at, rows_at
                 block, node = next_block, next_node
-                next_block, next_node = later_block, later_node
             if is_due and not is_first:
-                left_output, right_output = add_values(place, spare, s_factors, left_output, right_output)
+                output = add_values(base, spare, s_factors, output)
             wait_for_copies()  # of queries, if there was no block
             cuda.syncthreads()
-            share_sums(place, past, s_state, s_maxima, s_factors)
+            place = place_of_thread(base)
+            share_sums(place, past, s_faults, s_maxima, s_factors)
             cuda.syncthreads()
+            request, tile, split = s_item[REQUEST], s_item[TILE], s_item[SPLIT]
+            index, length = int32(s_item[INDEX] + workers), s_item[LENGTH]
+            item = item_of(tree, request, tile, split, length, sees_prefix)
+            first = int64(request) * request_rows + int64(item.first_row)
             wave_row = int64(request) * int64(tiles_of_request(tree)) + int64(tile) - int64(first_tile)
             wave_row = int64(wave_row * int64(TILE_ROWS))
             store_outputs(
-                place, item, length, s_seen, s_maxima, s_factors, left_output, uint32(0), partials,
-                partial_sums, wave_row, out, lse, first, form,
-            )  # fmt: skip
-            store_outputs(
-                place, item, length, s_seen, s_maxima, s_factors, right_output, uint32(64), partials,
-                partial_sums, wave_row, out, lse, first, form,
+                place, item, length, s_seen, s_maxima, s_factors, output, partials, partial_sums, wave_row,
+                out, lse, first, form,
             )  # fmt: skip
 
     tensor_cores_kernel.__name__ = tensor_cores_kernel.__qualname__ = name
