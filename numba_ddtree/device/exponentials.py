@@ -18,10 +18,11 @@ from numba_ddtree.cuda_target import (
     device_routine,
     float32,
     float64,
+    int64,
     uint32,
     uint64,
 )
-from numba_ddtree.device.floats import float_bits, float_of_bits, fused_multiply_add, larger
+from numba_ddtree.device.floats import double_of_bits, float_bits, float_of_bits, fused_multiply_add, larger
 
 LOG2_E = np.float64(1.4426950408889634)
 LN_2 = np.float64(0.6931471805599453)
@@ -52,33 +53,45 @@ else:
 
 @device_routine
 def exponent_scale(temperature: Any) -> Any:
-    """``log2(e) / temperature`` (float64) as the sum of two float32."""
-    scale = LOG2_E / temperature
+    """``log2(e) / temperature``, float64."""
+    return LOG2_E / temperature
+
+
+@device_routine
+def scale_terms(scale: Any) -> Any:
+    """Scale as the sum of two float32."""
     high = float32(scale)
     return high, float32(scale - float64(high))
 
 
 @device_routine
-def bound_terms(bound: Any, temperature: Any) -> Any:
+def bound_terms(bound: Any, temperature: Any, scale: Any) -> Any:
     """Return what `exponential` is to know of a finite bound, and what it is relative to.
 
-    The former are an origin, the lowest distance from it and a rounder, float32; the latter is the
-    reference, float64, near ``bound / temperature``.
+    The former are an origin, the lowest distance from it and a rounder, float32. The latter is the
+    exponential of ``origin / temperature`` times 2 to the power of a whole number, float64, near that of
+    ``bound / temperature``.
     """
-    exponent = float64(bound) * LOG2_E / temperature
+    exponent = float64(bound) * scale
     is_small = abs(exponent) <= LARGEST_EXPONENT
     # A difference from a far bound is exact, since what is left of it is within a part in 10^4.
     origin = float32(0) if is_small else bound
     whole = nearest(exponent) if is_small else float64(0)
     # A distance, since a number so little below a far bound would be rounded to the bound.
     floor = float32(max(float64(bound) - float64(origin) - DEPTH * temperature, LOWEST))
-    reference = float64(origin) / temperature + whole * LN_2
-    return (origin, floor, float32(ROUNDER - whole)), reference
+    return (origin, floor, float32(ROUNDER - whole)), whole
+
+
+@device_routine
+def power_of_two(exponent: Any) -> Any:
+    """``2 ** exponent`` of a whole number (float64) that is at most 1023; 0 for one below -1022."""
+    bits = int64(max(exponent, -1023.0)) + int64(1023)
+    return double_of_bits(int64(bits << int64(52)))
 
 
 @device_routine
 def exponential(value: Any, terms: Any, scale: Any) -> Any:
-    """``exp(value / temperature - reference)`` of a float32 at most the bound, to 8e-8 of it.
+    """Exponential of ``value / temperature`` relative to the bound's terms, to 8e-8; at most the bound.
 
     Of what is farther below than the lowest distance, it is that one's: 1e-26 of the bound's.
     """

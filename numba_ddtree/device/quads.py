@@ -72,7 +72,7 @@ else:
             registers = ", ".join(f"${place}" for place in range(count))
             load = ir.InlineAsm(
                 ir.FunctionType(ir.LiteralStructType([_WORD] * count), [_LONG]),
-                f"ld.global.nc.L1::no_allocate.v{count}.u32 {{{registers}}}, [${count}];",
+                f"ld.global.L1::no_allocate.v{count}.u32 {{{registers}}}, [${count}];",
                 ",".join(["=r"] * count + ["l"]),
                 side_effect=True,  # so that it stays where it is, ahead of its use
             )

@@ -1,4 +1,4 @@
-"""Operations of a whole warp: maximum, ballot, broadcast, running sum.
+"""Operations of a whole warp: maximum, ballot, broadcast, sums.
 
 Every lane of the warp must take part. In the simulator, which has no warps, a block must be a
 single warp, and its barrier stands in for the warp's.
@@ -36,6 +36,9 @@ if SIMULATED:
 
     def warp_running_sum(value: Any) -> Any:
         return np.int32(_share(value)[: cuda.threadIdx.x + 1].sum())
+
+    def warp_total(value: Any) -> Any:
+        return np.int64(_share(value).sum())
 
     def warp_sync() -> None:
         cuda.syncthreads()
@@ -79,6 +82,14 @@ else:
         for distance in (1, 2, 4, 8, 16):
             below = cuda.shfl_up_sync(FULL_WARP, total, distance)
             total = np.int32(total + (below if lane >= np.uint32(distance) else np.int32(0)))
+        return total
+
+    @device_function
+    def warp_total(value: Any) -> Any:
+        """Sum of the lanes' values, int64, for each of them."""
+        total = np.int64(value)
+        for distance in (16, 8, 4, 2, 1):
+            total += cuda.shfl_xor_sync(FULL_WARP, total, distance)
         return total
 
     @device_function
