@@ -118,6 +118,42 @@ class DeviceGroup:
             return None
         return "direct" if are_linked(target.device_id, source.device_id) else "host"
 
+    def launch(self, name: str, *, after: Sequence[Sequence[Any]]) -> list[Any]:
+        """Launch the graphs of a name on all lanes; the host does not wait.
+
+        Parameters
+        ----------
+        name : str
+        after : sequence of sequences of events
+            What each lane's comes after, beside the lane's own work.
+
+        Returns
+        -------
+        list of events
+            As from `Lane.launch`.
+
+        Raises
+        ------
+        ArgumentError
+            A lane has captured nothing of the name.
+        LaneError
+            A launch failed, by its own fault or that of earlier work on the same device.
+        """
+        for lane in self.lanes:
+            lane.check_graph(name)
+        home, events = self.home, []
+        with home:  # once for all lanes of its device, since a change of devices costs two calls
+            for lane, before in zip(self.lanes, after, strict=True):
+                if isinstance(lane, DeviceLane) and lane.device_id == home.device_id:
+                    try:
+                        events.append(lane.enqueue(name, before))
+                    except Exception as error:
+                        lane.raise_named(error)
+                        raise
+                else:
+                    events.append(lane.launch(name, after=before))
+        return events
+
     def fork(self, stream: StreamLike) -> None:
         """Let what all lanes do from now on come after what a stream has; the host goes on.
 

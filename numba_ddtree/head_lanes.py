@@ -186,8 +186,7 @@ class HeadLanes:
         """
         self._follow_reader()
         events = [] if after is None else [self.devices.mark(after)]
-        for lane in self.devices:
-            lane.launch(name, after=events)
+        self.devices.launch(name, after=[events] * len(self.devices))
 
     def gather(
         self,

@@ -62,7 +62,7 @@ class Lane:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            self._raise_named(error)
+            self.raise_named(error)
 
     @property
     def graphs(self) -> tuple[str, ...]:
@@ -105,9 +105,9 @@ class Lane:
         Returns
         -------
         event
-            Of its end, which the next launch sets anew; None where work runs at once.
+            Of its end, which the next launch, or `done`, sets anew; None where work runs at once.
         """
-        self._check_graph(name)
+        self.check_graph(name)
         began = time.perf_counter()
         with self:
             self._calls[name](None)
@@ -143,12 +143,13 @@ class Lane:
         """Wait for the lane's work and free what it has; raises `LaneError` if the work failed."""
         self._calls.clear()
 
-    def _check_graph(self, name: str) -> None:
+    def check_graph(self, name: str) -> None:
+        """Check that there is a captured graph of a name."""
         if name not in self._calls:
             known = ", ".join(map(repr, self._calls)) or "nothing"
             raise ArgumentError("name", repr(name), f"what {self} has captured: {known}")
 
-    def _raise_named(self, error: Exception) -> None:
+    def raise_named(self, error: Exception) -> None:
         """Raise an error again, with the lane's name."""
         if isinstance(error, LaneError):
             return
@@ -168,7 +169,7 @@ class DeviceLane(Lane):
     ----------
     index, device_id : int
     timing : bool
-        Whether `launch` marks its begin, for `elapsed_us`, which takes the host a microsecond.
+        Whether launches mark their begin and end for `elapsed_us`, which takes the host a microsecond.
 
     Raises
     ------
@@ -236,15 +237,21 @@ class DeviceLane(Lane):
 
     def launch(self, name: str, *, after: Sequence[Any] = ()) -> Any:
         """Launch a captured graph on the lane's stream; see `Lane.launch`."""
-        self._check_graph(name)
+        self.check_graph(name)
         with self:
-            for event in after:
-                self.stream.wait(event)
-            if self._timing:
-                self.stream.record(self._begun)
-            self._graphs[name].launch(self.stream)
-            self.stream.record(self._ended)
-        return self._ended
+            return self.enqueue(name, after)
+
+    def enqueue(self, name: str, after: Sequence[Any] = ()) -> Any:
+        """Launch a captured graph where the lane's device is current; see `Lane.launch`."""
+        stream = self.stream
+        for event in after:
+            stream.wait(event)
+        if not self._timing:
+            self._graphs[name].launch(stream)
+            return stream.record(self._done)
+        stream.record(self._begun)
+        self._graphs[name].launch(stream)
+        return stream.record(self._ended)
 
     def wait_for(self, event: Any) -> None:
         """Let what is launched from now on come after an event, of whatever lane; the host goes on."""

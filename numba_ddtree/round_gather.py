@@ -108,7 +108,7 @@ class ResultGatherer:
             return
         if self._copy is not None:
             self._copy.run(stream)
-        elif event is not None:
+        elif stream is not self._lane.stream:
             stream.wait(event)
         self._launch.launch(stream)
 

@@ -330,12 +330,15 @@ class RoundLanes:
         LaneError
             A launch failed, by its own fault or that of earlier work on the same device.
         """
-        events = self._unread
+        marks, reader = [], self._reader
         if after is not None:
-            # An event of the stream that gathered last comes after what it read.
             stream = as_core_stream(after)
-            events = [self.devices.mark(stream), *(events if stream is not self._reader else ())]
-        self._results = [lane.launch(ROUND, after=events) for lane in self.devices]
+            marks.append(self.devices.mark(stream))
+            if stream is reader:  # whose mark comes after what it has read
+                self._unread = []
+        # What the reader itself does comes after its reading anyway.
+        events = [marks if lane.stream is reader else marks + self._unread for lane in self.devices]
+        self._results = self.devices.launch(ROUND, after=events)
         self._unread = []
 
     def gather(self, *, stream: StreamLike = None) -> AcceptResult:

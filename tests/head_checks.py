@@ -81,6 +81,7 @@ def check_replay(
     many: HeadLanes, of_lanes: dict[str, list[Any]], sm_scale: float, results: Any, library: Library
 ) -> None:
     """Compare what a captured run writes, over poison, with what was run."""
+    many.devices.synchronize()
     hosts = [[library.get(array) for array in result] for result in results]
     outs, sums = (
         [put(many.devices, i, library, host[n] * 0 + 7) for i, host in enumerate(hosts)] for n in (0, 1)
