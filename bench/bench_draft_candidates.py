@@ -1,4 +1,4 @@
-"""`draft_topk` against torch's top-k and log-sum-exp where torch is there, and against the reference."""
+"""`draft_topk` against a plain read of its logits and torch's top-k and log-sum-exp, and the reference."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.plain_read import read_all, threads
 from numba_ddtree.draft_candidates import draft_topk, draft_topk_workspace_shape
 from numba_ddtree.refs import draft_candidates as reference
 
@@ -26,10 +27,7 @@ def case_of(k: int, dtype: str) -> dict[str, int | str]:
     return {"B": BATCH, "L": DEPTH, "V": VOCABULARY, "k": k, "dtype": dtype}
 
 
-def device_logits(dtype: str) -> Any:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch finds no device")
+def device_logits(torch: Any, dtype: str) -> Any:
     return torch.from_numpy(make_logits(BATCH)).cuda().to(getattr(torch, dtype))
 
 
@@ -38,10 +36,8 @@ def group(benchmark, k, dtype):
     benchmark.group = f"draft_topk B={BATCH} L={DEPTH} V={VOCABULARY} k={k} {dtype}"
 
 
-def bench_kernel(kernel_bench, k, dtype):
-    import torch
-
-    logits = device_logits(dtype)
+def bench_kernel(kernel_bench, torch, k, dtype):
+    logits = device_logits(torch, dtype)
     out = draft_topk(logits, k)
     shape = draft_topk_workspace_shape(BATCH, DEPTH, VOCABULARY, k)
     workspace = torch.empty(shape, dtype=torch.int64, device="cuda")
@@ -50,20 +46,24 @@ def bench_kernel(kernel_bench, k, dtype):
         case_of(k, dtype),
         "draft_topk",
         lambda stream: draft_topk(logits, k, out=out, workspace=workspace, stream=stream),
+        bytes=logits.nbytes,
     )
 
 
-def bench_torch(peer_bench, k, dtype):
-    import torch
+def bench_read(torch_bench, torch, k, dtype):
+    words = device_logits(torch, dtype).view(torch.float32).view(-1)
+    sums = torch.empty(threads(), dtype=torch.float32, device="cuda")
+    torch_bench("draft_topk", case_of(k, dtype), "reading the logits once", lambda: read_all(words, sums))
 
-    logits = device_logits(dtype)
+
+def bench_torch(torch_bench, torch, k, dtype):
+    logits = device_logits(torch, dtype)
 
     def call() -> None:
         values, _ = torch.topk(logits, k)
         values.float() - torch.logsumexp(logits, dim=-1, keepdim=True).float()
-        torch.cuda.synchronize()
 
-    peer_bench("draft_topk", case_of(k, dtype), "torch.topk, logsumexp", call)
+    torch_bench("draft_topk", case_of(k, dtype), "torch.topk, logsumexp", call)
 
 
 def bench_reference(peer_bench, k, dtype):
