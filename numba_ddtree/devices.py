@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,8 @@ NO_DEVICE_ADVICE = (
     'pass backend="numpy" for the references, or set NUMBA_ENABLE_CUDASIM=1 for the kernels in '
     "Numba's simulator (slow)"
 )
+
+SHARED_MEMORY_VARIABLE = "NUMBA_DDTREE_SHARED_MEMORY"
 
 
 def find_device_fault() -> str | None:
@@ -60,12 +63,25 @@ def device_context(device_id: int | None) -> AbstractContextManager[Any]:
 
 
 def shared_memory_limit() -> int:
-    """Bytes of shared memory that a block may have on the current device, with the opt-in."""
+    """Bytes of shared memory that a block may have on the current device, with the opt-in.
+
+    The environment's ``NUMBA_DDTREE_SHARED_MEMORY``, also in bytes, lowers it: what devices with less of it
+    run can so be tried on any.
+
+    Raises
+    ------
+    ArgumentError
+        A variable that is no number.
+    """
     from numba_ddtree.cuda_target import SIMULATED, cuda
 
-    if SIMULATED:
-        return 227 * 1024  # of compute capability 9.0
-    return int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    limit = 227 * 1024  # of compute capability 9.0
+    if not SIMULATED:
+        limit = int(cuda.get_current_device().MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+    lower = os.environ.get(SHARED_MEMORY_VARIABLE, "")
+    if lower and not lower.isdecimal():
+        raise ArgumentError(SHARED_MEMORY_VARIABLE, repr(lower), "a number of bytes")
+    return min(limit, int(lower)) if lower else limit
 
 
 def shared_memory_of_processor() -> int:

@@ -15,13 +15,22 @@ import pytest
 from ml_dtypes import bfloat16
 
 import numba_ddtree
-from numba_ddtree import ArgumentError, DraftTree, TreeAttention, tree_attention_workspace_bytes
+from numba_ddtree import ArgumentError, BackendError, DraftTree, TreeAttention, tree_attention_workspace_bytes
 from numba_ddtree import transfer as transfer_module
 from numba_ddtree.arrays import DeviceView, c_strides
-from numba_ddtree.devices import find_device_fault
+from numba_ddtree.devices import find_device_fault, shared_memory_limit
 from numba_ddtree.launch import Kernel, _kind, _wanted_kinds
 from numba_ddtree.tree import TREE_DTYPES, tree_shapes
-from numba_ddtree.tree_attention import calls, kernels, plan, tail, verify
+from numba_ddtree.tree_attention import (
+    block_pieces,
+    calls,
+    kernels,
+    plan,
+    tail,
+    tensor_cores,
+    verify,
+    whole_blocks,
+)
 from numba_ddtree.tree_attention.splits import default_split_keys, split_sizes, whole_range
 from numba_ddtree.tree_attention.work import SplitPlan, Work
 
@@ -253,24 +262,58 @@ def test_plans_rehearse_with_the_forms_that_they_run(device: MadeUpDevice) -> No
 @pytest.mark.parametrize("paging", [None, "block_table", "kv_indptr"])
 @pytest.mark.parametrize("dtype", [bfloat16, np.float16])
 @pytest.mark.parametrize("out_dtype", [None, np.float32])
+@pytest.mark.parametrize("limit", [block_pieces.SHARED_BYTES, 101376, whole_blocks.SHARED_BYTES, 232448])
 def test_launches_are_of_signatures_that_are_compiled(
-    device: MadeUpDevice, monkeypatch: pytest.MonkeyPatch, paging: str | None, dtype: Any, out_dtype: Any
+    device: MadeUpDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    paging: str | None,
+    dtype: Any,
+    out_dtype: Any,
+    limit: int,
 ) -> None:
     launched: list[tuple[Kernel, int, tuple[Any, ...]]] = []
 
     def launch(_: Any, kernel: Kernel, blocks: int, *given: Any, shared_bytes: int = 0) -> None:
         launched.append((kernel, blocks, given))
+        assert shared_bytes <= limit
 
     monkeypatch.setattr(calls, "launcher_of", kernels.launcher_of)
     monkeypatch.setattr(transfer_module.Transfer, "launch", launch)
     monkeypatch.setattr("numba_ddtree.tree_attention.tensor_cores.multiprocessors", lambda: 132)
+    monkeypatch.setattr("numba_ddtree.tree_attention.tensor_cores.shared_memory_limit", lambda: limit)
     for function in (numba_ddtree.verify_attention, numba_ddtree.tree_tail_attention):
         bound = {"max_prefix_length": P} if function is numba_ddtree.verify_attention else {}
         function(**arguments(paging, dtype), out_dtype=out_dtype, kernel="tensor_cores", **bound)
-    assert launched
+    module = whole_blocks if limit >= whole_blocks.SHARED_BYTES else block_pieces
+    assert module.KERNELS[np.dtype(dtype).name] in [kernel for kernel, *_ in launched]
     for kernel, blocks, given in launched:
         assert 0 < blocks < 2**31
         assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))], kernel.name
+
+
+def test_tensor_cores_need_shared_memory() -> None:
+    assert tensor_cores.module_for(block_pieces.SHARED_BYTES) is block_pieces
+    with pytest.raises(
+        BackendError, match=rf"needs {block_pieces.SHARED_BYTES} bytes .* this device has 49152"
+    ):
+        tensor_cores.module_for(49152)
+
+
+@pytest.mark.parametrize(("given", "limit"), [("", 227 * 1024), ("101376", 101376), ("1000000", 227 * 1024)])
+def test_a_lower_limit_of_shared_memory_can_be_tried(
+    monkeypatch: pytest.MonkeyPatch, given: str, limit: int
+) -> None:
+    device = SimpleNamespace(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=227 * 1024)
+    target = SimpleNamespace(get_current_device=lambda: device)
+    monkeypatch.setattr("numba_ddtree.cuda_target.cuda", target)
+    monkeypatch.setenv("NUMBA_DDTREE_SHARED_MEMORY", given)
+    assert shared_memory_limit() == limit
+    for wrong in ("99 KB", "-1", "1e5"):
+        monkeypatch.setenv("NUMBA_DDTREE_SHARED_MEMORY", wrong)
+        with pytest.raises(
+            ArgumentError, match=r"^NUMBA_DDTREE_SHARED_MEMORY: got .*; expected a number of bytes"
+        ):
+            shared_memory_limit()
 
 
 def test_a_tail_has_one_split_and_no_memory(device: MadeUpDevice) -> None:

@@ -13,7 +13,7 @@ product and a sum of its own in one place and not in another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba_ddtree.cuda_target import SIMULATED
@@ -21,7 +21,10 @@ from numba_ddtree.cuda_target import SIMULATED
 if not SIMULATED:
     from llvmlite import ir
     from numba.core import types
-    from numba.cuda.extending import intrinsic
+    from numba.cuda import extending
+
+    # Numba's type of it has the function's own arguments, of which callers give all but the first.
+    intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
 
     WORD, LONG, FLOAT, VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
 

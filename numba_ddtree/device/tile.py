@@ -24,7 +24,6 @@ from __future__ import annotations
 from typing import Any
 
 from numba_ddtree.cuda_target import SIMULATED, device_function, uint32
-from numba_ddtree.device.warp import LANES
 
 ROW_BYTES = 128  # of a chunk
 UNIT_BYTES = 16
@@ -43,7 +42,7 @@ def unit_address(chunk, row, unit):  # type: ignore[no-untyped-def]
 
 @device_function
 def left_address(chunk, lane):  # type: ignore[no-untyped-def]
-    """Return where a lane reads a left operand's first 16 x 16 piece; see `load_left`."""
+    """Return where a lane reads a left operand's first 16 x 16 piece; the next columns are at ``^ 32``."""
     return unit_address(chunk, uint32(lane) & uint32(15), uint32(lane) >> uint32(4))
 
 
@@ -57,58 +56,14 @@ def right_address(chunk, lane):  # type: ignore[no-untyped-def]
 if not SIMULATED:
     from llvmlite import ir
     from numba.core import types
-    from numba.cuda.extending import intrinsic
 
-    from numba_ddtree.device.ptx import FLOAT, VOID, WORD, array_of, assemble, elements_of
+    from numba_ddtree.device.ptx import FLOAT, VOID, WORD, array_of, assemble, elements_of, intrinsic
 
     def _load_matrices(builder: Any, address: Any, offset: int, *, is_transposed: bool) -> list[Any]:
         transposed = ".trans" if is_transposed else ""
         code = f"ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];"
         loaded = assemble(builder, ir.LiteralStructType([WORD] * 4), [address], code, "=r,=r,=r,=r,r")
         return [builder.extract_value(loaded, index) for index in range(4)]
-
-    def make_row_load(pieces: int) -> Any:
-        """Make a load of operands whose pieces lie below each other: every 16 rows of one chunk."""
-
-        @intrinsic
-        def load(typing_context: Any, address: Any) -> Any:
-            """Words (uint32) of a tile: ``ldmatrix.sync.aligned.m8n8.x4.shared.b16``.
-
-            From `left_address` a left operand's pieces of 16 rows; from `right_address` a right operand's
-            pieces of 8 columns, two of them for each 16 rows of the chunk. The next 16 of the columns (of a
-            left operand) or rows (of a right one) are at ``address ^ 32``.
-            """
-
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                words = []
-                for piece in range(pieces):
-                    words += _load_matrices(builder, args[0], piece * PIECE_BYTES, is_transposed=False)
-                return array_of(builder, words)
-
-            return types.UniTuple(types.uint32, 4 * pieces)(types.uint32), generate
-
-        return load
-
-    def make_column_load(pieces: int) -> Any:
-        """Make a load of a right operand stored by rows, `pieces` times 16 columns of one chunk."""
-
-        @intrinsic
-        def load(typing_context: Any, address: Any) -> Any:
-            """Words (uint32) of a tile of 16 rows: ``ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16``.
-
-            From `left_address`; the next 16 rows are `PIECE_BYTES` further.
-            """
-
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                words = []
-                for piece in range(pieces):
-                    place = builder.xor(args[0], ir.Constant(WORD, piece * 2 * UNIT_BYTES))
-                    words += _load_matrices(builder, place, 0, is_transposed=True)
-                return array_of(builder, words)
-
-            return types.UniTuple(types.uint32, 4 * pieces)(types.uint32), generate
-
-        return load
 
     def _add_product(builder: Any, number: str, total: list[Any], left: list[Any], right: list[Any]) -> None:
         """Add a product over 16 terms to a total's elements, in place."""
@@ -130,39 +85,22 @@ if not SIMULATED:
                 piece = assemble(builder, result, operands, code, constraints, is_pure=True)
                 total[place : place + 4] = [builder.extract_value(piece, index) for index in range(4)]
 
-    def make_multiply(number: str) -> Any:
-        """Make the product of two tiles of 16-bit numbers, ``"bf16"`` or ``"f16"`` in PTX."""
-
-        @intrinsic
-        def multiply(typing_context: Any, total: Any, left: Any, right: Any) -> Any:
-            """``total + left @ right`` over 16 terms: ``mma.sync.aligned.m16n8k16``, once a piece.
-
-            `total` is float32 of 16 m x 8 n, `left` 16 m x 16, `right` 16 x 8 n.
-            """
-
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                elements, lefts, rights = (elements_of(builder, arg) for arg in args)
-                _add_product(builder, number, elements, lefts, rights)
-                return array_of(builder, elements)
-
-            return total(total, left, right), generate
-
-        return multiply
-
-    def make_row_product(number: str, chunks: int, columns: int) -> Any:
+    def make_row_product(number: str, chunks: int, columns: int, left_bytes: int = CHUNK_BYTES) -> Any:
         """Make the product of 16 rows and `columns` (a multiple of 16) columns over several chunks.
 
         It is a function of its own, with all steps spelled out, for what the compiler cannot be trusted with:
         each step's operands are loaded two steps ahead, addresses are offsets in the instructions, and even
-        and odd steps have totals of their own, so that no product waits for the one before.
+        and odd steps have totals of their own, so that no product waits for the one before. `number` is
+        ``"bf16"`` or ``"f16"``, `left_bytes` the distance of the left operand's chunks.
         """
         steps = [(chunk, part) for chunk in range(chunks) for part in range(CHUNK_STEPS)]
 
         @intrinsic
-        def row_product(typing_context: Any, left: Any, right: Any) -> Any:
-            """``left @ right``, float32 of 16 x `columns`: ``ldmatrix``, ``mma.sync.aligned.m16n8k16``.
+        def add_row_product(typing_context: Any, totals: Any, left: Any, right: Any) -> Any:
+            """``totals + left @ right``: ``ldmatrix``, ``mma.sync.aligned.m16n8k16``.
 
             From `left_address` and `right_address` of the first chunks, after which the others follow.
+            `totals` are two tiles, float32 of 16 x `columns`, one after the other: of even and of odd steps.
             """
 
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -171,48 +109,51 @@ if not SIMULATED:
                         builder.xor(arg, ir.Constant(WORD, part * 2 * UNIT_BYTES))
                         for part in range(CHUNK_STEPS)
                     ]
-                    for arg in args
+                    for arg in args[1:]
                 )
 
                 def load(chunk: int, part: int) -> tuple[list[Any], list[Any]]:
-                    offset = chunk * CHUNK_BYTES
-                    own = _load_matrices(builder, lefts[part], offset, is_transposed=False)
+                    own = _load_matrices(builder, lefts[part], chunk * left_bytes, is_transposed=False)
                     other = []
                     for piece in range(columns // 16):
-                        place = offset + piece * PIECE_BYTES
+                        place = chunk * CHUNK_BYTES + piece * PIECE_BYTES
                         other += _load_matrices(builder, rights[part], place, is_transposed=False)
                     return own, other
 
-                totals = [[ir.Constant(FLOAT, 0.0)] * (columns // 2) for _ in range(2)]
+                elements = elements_of(builder, args[0])
+                both = [elements[: columns // 2], elements[columns // 2 :]]
                 operands = [load(*step) for step in steps[:2]]
                 for index in range(len(steps)):
                     if index + 2 < len(steps):
                         operands.append(load(*steps[index + 2]))
-                    _add_product(builder, number, totals[index % 2], *operands[index])
-                code = "add.rn.f32 $0, $1, $2;"
-                sums = [
-                    assemble(builder, FLOAT, list(pair), code, "=f,f,f", is_pure=True)
-                    for pair in zip(*totals, strict=True)
-                ]
-                return array_of(builder, sums)
+                    _add_product(builder, number, both[index % 2], *operands[index])
+                return array_of(builder, both[0] + both[1])
 
-            return types.UniTuple(types.float32, columns // 2)(types.uint32, types.uint32), generate
+            totals = types.UniTuple(types.float32, columns)
+            return totals(totals, types.uint32, types.uint32), generate
 
-        return row_product
+        return add_row_product
 
-    def make_column_product(number: str, pieces: int, chunks: int) -> Any:
-        """Make the product of `pieces` times 16 rows of a chunk and `chunks` chunks stored by rows.
+    def make_column_product(
+        number: str, pieces: int, chunks: int, *, pairs: int = CHUNK_STEPS, first: int = 0
+    ) -> Any:
+        """Make the product of `pieces` times 16 rows of a chunk and columns of chunks stored by rows.
 
-        Addresses are offsets in the instructions, as in `make_row_product`.
+        Of each of `chunks` chunks it takes `pairs` pairs of units, 8 columns each, and adds to pieces of the
+        total side by side, from piece `first` of its rows on. Addresses are offsets in the instructions, as
+        in `make_row_product`; `number` is ``"bf16"`` or ``"f16"``.
         """
 
         @intrinsic
         def add_column_product(typing_context: Any, total: Any, left: Any, right: Any) -> Any:
             """``total + left @ right`` over 16 terms: ``ldmatrix``, ``mma.sync.aligned.m16n8k16``.
 
-            From `left_address` of the left chunk and of the first right one; the next terms are at
-            ``left ^ 32`` and `PIECE_BYTES` after `right`. `total` is float32 of 16 `pieces` x 64 `chunks`.
+            `left` is `left_address` of the left chunk; the next terms are at ``left ^ 32`` and `PIECE_BYTES`
+            after `right`. From `right`, lanes 0 to 15 read the first unit of 16 rows and lanes 16 to 31 the
+            second one, as from `left_address`; the next pair is at ``right ^ 32``. `total` is float32 of
+            16 `pieces` rows.
             """
+            width = total.count // pieces  # elements of 16 rows
 
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 elements = elements_of(builder, args[0])
@@ -220,19 +161,18 @@ if not SIMULATED:
                 for piece in range(pieces):
                     own += _load_matrices(builder, args[1], piece * PIECE_BYTES, is_transposed=False)
                 rights = [
-                    builder.xor(args[2], ir.Constant(WORD, part * 2 * UNIT_BYTES))
-                    for part in range(CHUNK_STEPS)
+                    builder.xor(args[2], ir.Constant(WORD, pair * 2 * UNIT_BYTES)) for pair in range(pairs)
                 ]
-                width = 4 * CHUNK_COLUMNS // 8  # elements of a piece's 64 columns
+                size = 4 * 2 * pairs  # elements of 16 rows of a chunk's columns
                 for chunk in range(chunks):
                     other = []
                     for address in rights:
                         other += _load_matrices(builder, address, chunk * CHUNK_BYTES, is_transposed=True)
-                    starts = [(piece * chunks + chunk) * width for piece in range(pieces)]
-                    chosen = [element for start in starts for element in elements[start : start + width]]
+                    starts = [piece * width + 4 * first + chunk * size for piece in range(pieces)]
+                    chosen = [element for start in starts for element in elements[start : start + size]]
                     _add_product(builder, number, chosen, own, other)
                     for index, start in enumerate(starts):
-                        elements[start : start + width] = chosen[index * width : (index + 1) * width]
+                        elements[start : start + size] = chosen[index * size : (index + 1) * size]
                 return array_of(builder, elements)
 
             return total(total, types.uint32, types.uint32), generate
@@ -293,24 +233,6 @@ if not SIMULATED:
 
         return pack
 
-    @intrinsic
-    def lower_half(typing_context: Any, tile: Any) -> Any:
-        """First half of a tuple."""
-        return _part(tile, 0)
-
-    @intrinsic
-    def upper_half(typing_context: Any, tile: Any) -> Any:
-        """Second half of a tuple."""
-        return _part(tile, tile.count // 2)
-
-    def _part(tile: Any, first: int) -> Any:
-        count = tile.count // 2
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return array_of(builder, elements_of(builder, args[0])[first : first + count])
-
-        return types.UniTuple(tile.dtype, count)(tile), generate
-
     def _by_rows(instruction: str, elements: list[Any], builder: Any) -> list[Any]:
         """Reduce a 16 rows tall tile's elements in the lane's two rows, from the left."""
         results = []
@@ -342,18 +264,19 @@ if not SIMULATED:
         return types.UniTuple(types.float32, 2)(tile), generate
 
     @intrinsic
-    def add_tiles(typing_context: Any, left: Any, right: Any) -> Any:
-        """Sum of two accumulators: ``add.rn.f32``."""
+    def add_halves(typing_context: Any, tiles: Any) -> Any:
+        """Sum of two accumulators that are halves of one tuple: ``add.rn.f32``."""
+        count = tiles.count // 2
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            lefts, rights = (elements_of(builder, arg) for arg in args)
+            elements = elements_of(builder, args[0])
             sums = [
                 assemble(builder, FLOAT, list(pair), "add.rn.f32 $0, $1, $2;", "=f,f,f", is_pure=True)
-                for pair in zip(lefts, rights, strict=True)
+                for pair in zip(elements[:count], elements[count:], strict=True)
             ]
             return array_of(builder, sums)
 
-        return left(left, right), generate
+        return types.UniTuple(types.float32, count)(tiles), generate
 
     @intrinsic
     def scale_tile(typing_context: Any, tile: Any, factor: Any) -> Any:
@@ -433,42 +356,6 @@ if not SIMULATED:
 
         return store
 
-    @intrinsic
-    def store_lanes(typing_context: Any, address: Any, tile: Any) -> Any:
-        """Write a tile to shared memory, four elements of each lane side by side: ``st.shared.v4.f32``.
-
-        `address` is the lane's own, 16 bytes after the lane before; fours of elements are 512 bytes apart.
-        """
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            elements = elements_of(builder, args[1])
-            for index in range(0, len(elements), 4):
-                code = f"st.shared.v4.f32 [$0+{index * 4 * LANES}], {{$1, $2, $3, $4}};"
-                assemble(builder, VOID, [args[0], *elements[index : index + 4]], code, "r,f,f,f,f")
-            return context.get_dummy_value()
-
-        return types.void(types.uint32, tile), generate
-
-    def make_lane_load(count: int) -> Any:
-        """Make the load of a tile of `count` elements a lane that `store_lanes` wrote."""
-
-        @intrinsic
-        def load(typing_context: Any, address: Any) -> Any:
-            """Read a tile from shared memory: ``ld.shared.v4.f32``; see `store_lanes`."""
-
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                elements: list[Any] = []
-                for index in range(0, count, 4):
-                    code = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{index * 4 * LANES}];"
-                    result = ir.LiteralStructType([FLOAT] * 4)
-                    loaded = assemble(builder, result, [args[0]], code, "=f,=f,=f,=f,r")
-                    elements += [builder.extract_value(loaded, part) for part in range(4)]
-                return array_of(builder, elements)
-
-            return types.UniTuple(types.float32, count)(types.uint32), generate
-
-        return load
-
     def make_row_part(row: int, columns: int) -> Any:
         """Make the choice of one of a lane's rows of an accumulator `columns` times 8 wide.
 
@@ -491,25 +378,33 @@ if not SIMULATED:
 
         return row_part
 
-    @intrinsic
-    def store_row_floats(typing_context: Any, address: Any, row: Any) -> Any:
-        """Write a lane's pairs of a row as float32, every 8 columns one: ``st.global.v2.f32``."""
-
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            elements = elements_of(builder, args[1])
-            for index in range(0, len(elements), 2):
-                code = f"st.global.v2.f32 [$0+{index // 2 * 32}], {{$1, $2}};"
-                assemble(builder, VOID, [args[0], *elements[index : index + 2]], code, "l,f,f")
-            return context.get_dummy_value()
-
-        return types.void(types.uint64, row), generate
-
-    def make_row_word_store(number: str) -> Any:
-        """Make the store of a row's pairs as 16-bit numbers, ``"bf16x2"`` or ``"f16x2"`` in PTX."""
+    def make_row_float_store(distance: int) -> Any:
+        """Make the store of a row's pairs as float32, each `distance` columns after the last."""
 
         @intrinsic
         def store(typing_context: Any, address: Any, row: Any) -> Any:
-            """Write a lane's pairs of a row, rounded, every 8 columns one: ``cvt.rn``, ``st.global.b32``."""
+            """Write a lane's pairs of a row: ``st.global.v2.f32``."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements = elements_of(builder, args[1])
+                for index in range(0, len(elements), 2):
+                    code = f"st.global.v2.f32 [$0+{index // 2 * distance * 4}], {{$1, $2}};"
+                    assemble(builder, VOID, [args[0], *elements[index : index + 2]], code, "l,f,f")
+                return context.get_dummy_value()
+
+            return types.void(types.uint64, row), generate
+
+        return store
+
+    def make_row_word_store(number: str, distance: int) -> Any:
+        """Make the store of a row's pairs as 16-bit numbers, each `distance` columns after the last.
+
+        `number` is ``"bf16x2"`` or ``"f16x2"``.
+        """
+
+        @intrinsic
+        def store(typing_context: Any, address: Any, row: Any) -> Any:
+            """Write a lane's pairs of a row, rounded: ``cvt.rn``, ``st.global.b32``."""
 
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 elements = elements_of(builder, args[1])
@@ -517,7 +412,7 @@ if not SIMULATED:
                     pair = elements[index : index + 2]
                     code = f"cvt.rn.{number}.f32 $0, $2, $1;"
                     word = assemble(builder, WORD, pair, code, "=r,f,f", is_pure=True)
-                    code = f"st.global.b32 [$0+{index // 2 * 16}], $1;"
+                    code = f"st.global.b32 [$0+{index // 2 * distance * 2}], $1;"
                     assemble(builder, VOID, [args[0], word], code, "l,r")
                 return context.get_dummy_value()
 

@@ -22,13 +22,12 @@ if not SIMULATED:
     from numba_ddtree.device.ptx import log2, product_of, reciprocal, store_float_pair, store_word, sum_of
     from numba_ddtree.device.tile import (
         make_pack,
+        make_row_float_store,
         make_row_word_store,
-        store_row_floats,
         without_negative_zeros,
     )
 
     pack_bfloat16, pack_float16 = make_pack("bf16x2"), make_pack("f16x2")
-    store_row_bfloat16, store_row_float16 = make_row_word_store("bf16x2"), make_row_word_store("f16x2")
 
     @device_routine
     def store_pair(out: Any, place: Any, first: Any, second: Any, form: Any) -> None:
@@ -51,13 +50,21 @@ if not SIMULATED:
         """Natural log (float32) of ``total * 2^maximum``; -inf of nothing."""
         return product_of(sum_of(maximum, log2(total)), LN_2)
 
-    @device_routine
-    def store_row(out: Any, place: Any, pairs: Any, form: Any) -> None:
-        """Write a lane's pairs of a row, the first from element `place` (even) of the output on; -0 as 0."""
-        pairs = without_negative_zeros(pairs)
-        if form == FLOAT32:
-            store_row_floats(uint64(out + uint64(place) * uint64(4)), pairs)
-        elif form == BFLOAT16:
-            store_row_bfloat16(uint64(out + uint64(place) * uint64(2)), pairs)
-        else:
-            store_row_float16(uint64(out + uint64(place) * uint64(2)), pairs)
+    def make_row_output(distance: int) -> Any:
+        """Make the store of a lane's pairs of an output row, each `distance` columns after the last."""
+        store_floats = make_row_float_store(distance)
+        store_bfloat16 = make_row_word_store("bf16x2", distance)
+        store_float16 = make_row_word_store("f16x2", distance)
+
+        @device_routine
+        def store_row(out: Any, place: Any, pairs: Any, form: Any) -> None:
+            """Write pairs of a row, the first from element `place` (even) of the output on; -0 as 0."""
+            pairs = without_negative_zeros(pairs)
+            if form == FLOAT32:
+                store_floats(uint64(out + uint64(place) * uint64(4)), pairs)
+            elif form == BFLOAT16:
+                store_bfloat16(uint64(out + uint64(place) * uint64(2)), pairs)
+            else:
+                store_float16(uint64(out + uint64(place) * uint64(2)), pairs)
+
+        return store_row

@@ -77,15 +77,19 @@ def tiles_of_request(tree: Any) -> Any:
 
 
 @device_routine
-def tiles_in_wave(tree: Any, keys: Any, wave: Any, request: Any, max_keys: Any) -> Any:
-    """First tile (int32) of a request in a wave, and how many there are with nodes in use."""
+def tiles_in_wave(tree: Any, keys: Any, wave: Any, request: Any, max_keys: Any, parts: Any) -> Any:
+    """First tile (int32) of a request in a wave, and how many there are with nodes in use.
+
+    Each tile counts as so many parts.
+    """
     if not is_valid_request(tree, keys, request, max_keys):
         return int32(0), int32(0)
     rows = uint32(tree.num_nodes[uint32(request)]) * uint32(tree.heads)
-    used = int32(uint32(rows + uint32(TILE_ROWS - 1)) // uint32(TILE_ROWS))
-    before = int32(wave.first_tile - int32(request) * tiles_of_request(tree))
+    height = uint32(uint32(TILE_ROWS) // uint32(parts))
+    used = int32(uint32(rows + uint32(height - uint32(1))) // height)
+    before = int32(int32(wave.first_tile - int32(request) * tiles_of_request(tree)) * int32(parts))
     first = int32(max(int32(0), before))
-    end = int32(min(used, int32(before + wave.tiles)))
+    end = int32(min(used, int32(before + int32(wave.tiles) * int32(parts))))
     return first, int32(max(int32(0), int32(end - first)))
 
 
@@ -94,7 +98,7 @@ def tiles_and_blocks(tree: Any, keys: Any, wave: Any, request: Any, max_keys: An
     """Tiles of a request in a wave, and blocks of its longest key range (int32); none of no request."""
     if request >= tree.num_nodes.shape[0]:
         return int32(0), int32(0)
-    _, tiles = tiles_in_wave(tree, keys, wave, request, max_keys)
+    _, tiles = tiles_in_wave(tree, keys, wave, request, max_keys, 1)
     return tiles, blocks_of(tree, request) if tiles > 0 else int32(0)
 
 
@@ -145,6 +149,17 @@ def find_item(tree: Any, keys: Any, wave: Any, split_blocks: Any, max_keys: Any,
     Items are numbered request by request, then split by split, so that neighbours read the same keys. The
     request is -1 if there are not so many.
     """
+    return find_part(tree, keys, wave, split_blocks, max_keys, 1, index)
+
+
+@device_routine
+def find_part(
+    tree: Any, keys: Any, wave: Any, split_blocks: Any, max_keys: Any, parts: Any, index: Any
+) -> Any:
+    """Find an item as `find_item` does where each tile is so many items, of equal numbers of rows.
+
+    Parts of tiles are numbered like tiles; of those without a node in use there is no item.
+    """
     batch = int32(tree.num_nodes.shape[0])
     lane = int32(cuda.threadIdx.x & 31)
     before = int32(0)
@@ -152,7 +167,7 @@ def find_item(tree: Any, keys: Any, wave: Any, split_blocks: Any, max_keys: Any,
         request = int32(int32(start) + lane)
         first, tiles, items = int32(0), int32(0), int32(0)
         if request < batch:
-            first, tiles = tiles_in_wave(tree, keys, wave, request, max_keys)
+            first, tiles = tiles_in_wave(tree, keys, wave, request, max_keys, parts)
             if tiles > 0:
                 blocks = uint32(blocks_of(tree, request))
                 length = uint32(split_blocks)
