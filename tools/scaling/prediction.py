@@ -56,8 +56,9 @@ class Prediction:
 def predict(costs: Costs, work: Workload, devices: int) -> Prediction:
     """Return the closed form, by the busiest device's share of the requests and of their keys.
 
-    Places that fall free are taken by whoever comes next, so that after a while the lengths on a device are
-    independent of each other, and their sum is about normal. Of the largest of several such sums the mean
+    Places that fall free one at a time are taken by whoever comes next, so that after a while the lengths on
+    a device are independent of each other, and their sum is about normal; what is evened out where several
+    fall free at once is left out. Of the largest of several such sums the mean
     is by Blom's approximation (Statistical Estimates and Transformed Beta-Variables, 1958).
     """
     sharers = 1 if work.by_head else devices
