@@ -51,8 +51,8 @@ from numba_ddtree.device.candidates import (
 from numba_ddtree.device.exponentials import exponential
 from numba_ddtree.device.floats import double_bits
 from numba_ddtree.device.kept_quads import keep_or_add, kept_quad, next_place, place_in, summable
-from numba_ddtree.device.quads import is_given, load_quad, load_quad_within, quad_floats
-from numba_ddtree.device.rows import maximum
+from numba_ddtree.device.optional import is_given
+from numba_ddtree.device.rows import load_quad, load_quad_within, maximum, quad_floats
 
 STRIDE = 4  # tiles whose loads are in flight at once
 STRIDES = 8  # between looks at how many have entered, at most: a bit for each tile of them in a word

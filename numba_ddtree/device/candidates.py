@@ -33,7 +33,7 @@ from numba_ddtree.device.exponentials import (
     scale_terms,
 )
 from numba_ddtree.device.floats import float_bits, float_of_bits
-from numba_ddtree.device.quads import is_given
+from numba_ddtree.device.optional import is_given
 from numba_ddtree.device.shared import shared_from
 from numba_ddtree.device.warp import LANES, warp_running_sum, warp_sync, warp_total
 from numba_ddtree.launch import block_threads

@@ -1,8 +1,9 @@
-"""Rows of logits, eight neighbours at a time, as float32 whatever their type.
+"""Rows of logits, four or eight neighbours at a time, as float32 whatever their type.
 
-Eight logits are loaded as the four or eight words that hold them, and turned into numbers where these
-are needed, so that loads can be issued long before. Tuples of eight are taken apart and put together in
-generated code, since a function of each element, called eight times over, compiles slowly.
+They are loaded as the words that hold them, and turned into numbers where these are needed, so that loads
+can be issued long before. Four, a quad, are always four words: of 16-bit numbers two, and two of nothing.
+Tuples of eight are taken apart and put together in generated code, since a function of each element, called
+eight times over, compiles slowly.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numba_ddtree.cuda_target import SIMULATED
 
 NEIGHBOURS = 8
+QUAD = 4
 MINUS_INFINITY = np.float32(-np.inf)
 
 if SIMULATED:
@@ -49,6 +51,18 @@ if SIMULATED:
             for place, value in enumerate(values)
         )
 
+    def load_quad(array: Any, offset: Any) -> Any:
+        return load_quad_within(array, offset, 0, QUAD)
+
+    def load_quad_within(array: Any, offset: Any, column: Any, length: Any) -> Any:
+        inside = [0 <= int(column) + lane < int(length) for lane in range(QUAD)]
+        return tuple(
+            load_within(array, offset, lane, QUAD) if inside[lane] else MINUS_INFINITY for lane in range(QUAD)
+        )
+
+    def quad_floats(array: Any, quad: Any) -> Any:
+        return quad
+
     def maximum(left: Any, right: Any) -> Any:
         return np.maximum(left, right)
 
@@ -60,11 +74,12 @@ if SIMULATED:
 
 else:
     from llvmlite import ir
-    from numba.core import types
+    from numba.core import cgutils, types
     from numba.cuda.extending import intrinsic
 
     _HALF, _WORD, _FLOAT, _LONG = ir.IntType(16), ir.IntType(32), ir.FloatType(), ir.IntType(64)
     _EIGHT = types.UniTuple(types.float32, NEIGHBOURS)
+    _QUAD_WORDS = types.UniTuple(types.uint32, QUAD)
     _NOTHING = ir.Constant(_FLOAT, float("-inf"))
     _NOTHING_BITS = {types.float32: 0xFF800000, types.float16: 0xFC00, types.uint16: 0xFF80}
 
@@ -84,16 +99,22 @@ else:
             return builder.fpext(builder.bitcast(bits, ir.HalfType()), _FLOAT)
         return builder.bitcast(builder.shl(builder.zext(bits, _WORD), _word(16)), _FLOAT)
 
-    def _load_four_words(builder: Any, address: Any) -> list[Any]:
-        words = ir.LiteralStructType([_WORD] * 4)
+    def _floats_of_words(builder: Any, words: list[Any], dtype: Any) -> list[Any]:
+        if dtype != types.float32:
+            shifted = [builder.lshr(word, _word(shift)) for word in words for shift in (0, 16)]
+            words = [builder.trunc(word, _HALF) for word in shifted]
+        return [_float_of_bits(builder, bits, dtype) for bits in words]
+
+    def _load_words(builder: Any, address: Any, count: int) -> list[Any]:
+        registers = ", ".join(f"${word}" for word in range(count))
         load = ir.InlineAsm(
-            ir.FunctionType(words, [_LONG]),
-            "ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];",
-            "=r,=r,=r,=r,l",
+            ir.FunctionType(ir.LiteralStructType([_WORD] * count), [_LONG]),
+            f"ld.global.nc.L1::no_allocate.v{count}.u32 {{{registers}}}, [${count}];",
+            ",".join(["=r"] * count + ["l"]),
             side_effect=True,  # so that loads stay together, ahead of the first use
         )
         loaded = builder.call(load, [address])
-        return [builder.extract_value(loaded, word) for word in range(4)]
+        return [builder.extract_value(loaded, word) for word in range(count)]
 
     def _words_type(array: Any) -> Any:
         return types.UniTuple(types.uint32, NEIGHBOURS * array.dtype.bitwidth // 32)
@@ -151,12 +172,62 @@ else:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             offset = builder.add(args[1], builder.zext(args[2], _LONG))
             address = builder.ptrtoint(_element(context, builder, array, args[0], offset), _LONG)
-            words = _load_four_words(builder, address)
+            words = _load_words(builder, address, 4)
             if array.dtype == types.float32:
-                words += _load_four_words(builder, builder.add(address, ir.Constant(_LONG, 16)))
+                words += _load_words(builder, builder.add(address, ir.Constant(_LONG, 16)), 4)
             return _tuple(builder, _WORD, words)
 
         return _words_type(array)(array, types.int64, types.uint32), generate
+
+    @intrinsic
+    def load_quad(typing_context: Any, array: Any, offset: Any) -> Any:
+        """Words of four neighbours from an element on, counted from the array's first, at a quad's multiple.
+
+        Not kept in the first cache: a row is read once.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            count = QUAD * array.dtype.bitwidth // 32
+            address = _element(context, builder, signature.args[0], args[0], args[1])
+            words = _load_words(builder, builder.ptrtoint(address, _LONG), count)
+            return _tuple(builder, _WORD, words + [_word(0)] * (QUAD - count))
+
+        return _QUAD_WORDS(array, types.int64), generate
+
+    @intrinsic
+    def load_quad_within(typing_context: Any, array: Any, offset: Any, column: Any, length: Any) -> Any:
+        """Words of four neighbours from a column (int32) of a row on; -inf at columns that it has not."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            width = array.dtype.bitwidth
+            absent = _word(_NOTHING_BITS[array.dtype])
+            elements = []
+            for lane in range(QUAD):
+                element = cgutils.alloca_once_value(builder, absent)
+                place = builder.add(args[2], _word(lane))
+                with builder.if_then(builder.icmp_unsigned("<", place, args[3])):
+                    offset = builder.add(args[1], ir.Constant(_LONG, lane))
+                    address = _element(context, builder, signature.args[0], args[0], offset)
+                    bits = builder.load(builder.bitcast(address, ir.IntType(width).as_pointer()))
+                    builder.store(bits if width == 32 else builder.zext(bits, _WORD), element)
+                elements.append(builder.load(element))
+            if width == 16:
+                upper = [builder.shl(element, _word(16)) for element in elements[1::2]]
+                words = [builder.or_(low, high) for low, high in zip(elements[::2], upper, strict=True)]
+                elements = words + [_word(0)] * 2
+            return _tuple(builder, _WORD, elements)
+
+        return _QUAD_WORDS(array, types.int64, types.int32, types.int32), generate
+
+    @intrinsic
+    def quad_floats(typing_context: Any, array: Any, quad: Any) -> Any:
+        """Four float32 of a quad's words."""
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            words = [builder.extract_value(args[1], place) for place in range(QUAD)]
+            return _tuple(builder, _FLOAT, _floats_of_words(builder, words, array.dtype)[:QUAD])
+
+        return types.UniTuple(types.float32, QUAD)(array, _QUAD_WORDS), generate
 
     @intrinsic
     def numbers_of(typing_context: Any, array: Any, words: Any) -> Any:
@@ -164,11 +235,7 @@ else:
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             bits = [builder.extract_value(args[1], place) for place in range(words.count)]
-            if array.dtype != types.float32:
-                shifted = [builder.lshr(word, _word(shift)) for word in bits for shift in (0, 16)]
-                bits = [builder.trunc(word, _HALF) for word in shifted]
-            numbers = [_float_of_bits(builder, number, array.dtype) for number in bits]
-            return _tuple(builder, _FLOAT, numbers)
+            return _tuple(builder, _FLOAT, _floats_of_words(builder, bits, array.dtype))
 
         return _EIGHT(array, _words_type(array)), generate
 
