@@ -1,15 +1,10 @@
 """The best candidates of each position and their log-probs, in one pass over the draft's logits.
 
 Each row of logits is cut into tiles, and each block takes the same number of neighbouring tiles, which
-are a piece of one row, or of two or more. Of a piece it keeps the best candidates in shared memory: a
-number enters if it is above a threshold, at least as many as are wanted being above or at it; whenever
-enough have entered, a radix search finds a higher threshold, and those below it leave. What never
-enters is summed by its thread, as exponentials relative to the threshold. A second kernel merges a
-row's pieces, sorts, and turns logits into log-probs.
-
-Most of a row is scanned in strides of several tiles, and threads wait for each other only now and then:
-few numbers are above the threshold, so that there is room for those that enter meanwhile. Where there
-was none, the tiles are scanned again, one at a time, as are a row's first ones and those at its ends.
+are a piece of one row, or of two or more; a whole row, or one of its equal parts, where these are nearly
+as many as blocks run at once. Of each piece it finds the best candidates, and sums what is not among them
+(`device/candidate_scan.py`). A second kernel merges a row's pieces, sorts, and turns logits into log-probs
+(`device/candidate_merge.py`).
 
 The sum of the exponentials is exact enough for log-probs near 0 to be right: the best candidate's own
 is left out of the sum s, so that its log-prob is -log1p(s). Those that leave are summed as integers,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,7 +31,9 @@ from topk_checks import (
 
 import numba_ddtree
 from inputs import build
-from numba_ddtree import ArgumentError, TreeStatus
+from numba_ddtree import ArgumentError, TreeStatus, draft_candidates
+from numba_ddtree.device.candidate_scan import FIRST_TILES, STRIDE, first_maxima_of, strides_of
+from numba_ddtree.device.candidates import HEADER, THREADS, capacity_of, shared_bytes_of
 from numba_ddtree.draft_candidates import DraftCandidates, draft_topk, draft_topk_workspace_shape
 from numba_ddtree.refs import draft_candidates as reference
 
@@ -196,6 +201,49 @@ def test_k_at_its_limit(rng: np.random.Generator, k: int) -> None:
         host_topk(logits, 1025)
 
 
+@contextmanager
+def a_device(processors: int, kilobytes: int) -> Iterator[None]:
+    """Stand in for a device of so many multiprocessors, each with so much shared memory."""
+    with (
+        patch.object(draft_candidates, "multiprocessors", lambda: processors),
+        patch.object(draft_candidates, "shared_memory_of_processor", lambda: kilobytes * 1024),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("k", [1, 2, 63, 64, 85, 86, 171, 257, 342, 683, 1000, 1024])
+def test_scan_has_room_for_what_it_looks_at(k: int) -> None:
+    with a_device(132, 228):
+        plan = draft_candidates._plan(7, 100_000, k, False)
+    maxima = first_maxima_of(plan.wanted, plan.growth)
+    assert 2 * plan.wanted <= maxima * THREADS <= capacity_of(plan.wanted, plan.growth)
+    assert FIRST_TILES % maxima == 0
+    # A word has a bit for each tile between looks, and 128 bits are stored at multiples of 16 bytes.
+    assert 1 <= strides_of(plan.wanted) * STRIDE <= 32
+    assert shared_bytes_of(plan.wanted, plan.growth) % 16 == 0
+
+
+@given(
+    rows=st.integers(0, 3000),
+    vocabulary=st.integers(1, 2**18),
+    k=st.integers(1, 1024),
+    processors=st.integers(1, 200),
+    kilobytes=st.sampled_from([100, 164, 228]),
+)
+def test_workspace_has_room_for_every_cut(
+    rows: int, vocabulary: int, k: int, processors: int, kilobytes: int
+) -> None:
+    k = min(k, vocabulary)
+    with a_device(processors, kilobytes):
+        shape = draft_topk_workspace_shape(rows, 1, vocabulary, k)
+        for has_aligned_rows in (False, True):
+            plan = draft_candidates._plan(rows, vocabulary, k, has_aligned_rows)
+            assert shape[0] >= rows + plan.blocks - 1
+            assert shape[1] == HEADER + plan.wanted
+            assert (plan.blocks > 0) == (rows > 0)
+            assert plan.blocks <= 4 * processors
+
+
 # On a device.
 
 SIZES = (1, 2, 3, 5, 31, 4095, 4096, 4097, 8191, 12289, 65537)
@@ -225,6 +273,25 @@ def test_kernel_leaves_out_absent_numbers_below_a_far_bound(rng: np.random.Gener
     logits = np.full((1, 3, 100_003), value, np.float32)
     logits[rng.random(logits.shape) < 0.3] = -np.inf
     check_topk(numba_library(), logits, 64, temperature=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [2, 64, 1024])
+@pytest.mark.parametrize("B", [31, 37])
+def test_kernel_on_rows_that_are_cut_and_whole_ones(rng: np.random.Generator, B: int, k: int) -> None:
+    check_topk(numba_library(), make_logits(rng, B, 15, 18_000), k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [64, 1024])
+def test_kernel_finds_candidates_that_crowd_in_one_place(rng: np.random.Generator, k: int) -> None:
+    # One thread's quads, or one tile's, have them all: more than there is room for at first.
+    logits = rng.normal(size=(1, 4, 100_000)).astype(np.float32)
+    logits[0, 0, 40_000::1024] += 20
+    logits[0, 1, 50_000:51_500] += 20
+    logits[0, 2, 20_000:] += 20
+    logits[0, 3, :3000] += 20
+    check_topk(numba_library(), logits, k, temperature=0.9)
 
 
 @pytest.mark.gpu

@@ -53,34 +53,49 @@ def in_order(left, right, is_falling):  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def bank_place(place):  # type: ignore[no-untyped-def]
+    """Where the key of a place of the network is: so that a half warp's keys, however near, are in all banks.
+
+    A permutation within 16 neighbours, after which any 16 keys that the network takes at once differ in the
+    lowest four bits of where they are.
+    """
+    return uint32(place ^ uint32(uint32(uint32(place >> uint32(4)) & uint32(3)) * uint32(5)))
+
+
+@device_routine
 def sort_four(s_keys, start):  # type: ignore[no-untyped-def]
     """Sort four neighbours, falling in the even ones of such fours and rising in the odd ones."""
-    a, b = in_order(s_keys[start], s_keys[uint32(start + uint32(1))], True)
-    c, d = in_order(s_keys[uint32(start + uint32(2))], s_keys[uint32(start + uint32(3))], False)
+    place_a = bank_place(start)
+    place_b = bank_place(uint32(start + uint32(1)))
+    place_c = bank_place(uint32(start + uint32(2)))
+    place_d = bank_place(uint32(start + uint32(3)))
+    a, b = in_order(s_keys[place_a], s_keys[place_b], True)
+    c, d = in_order(s_keys[place_c], s_keys[place_d], False)
     is_falling = uint32(start & uint32(4)) == uint32(0)
     a, c = in_order(a, c, is_falling)
     b, d = in_order(b, d, is_falling)
     a, b = in_order(a, b, is_falling)
     c, d = in_order(c, d, is_falling)
-    s_keys[start] = a
-    s_keys[uint32(start + uint32(1))] = b
-    s_keys[uint32(start + uint32(2))] = c
-    s_keys[uint32(start + uint32(3))] = d
+    s_keys[place_a] = a
+    s_keys[place_b] = b
+    s_keys[place_c] = c
+    s_keys[place_d] = d
 
 
 @device_routine
 def merge_step(s_keys, start, near, width, is_double):  # type: ignore[no-untyped-def]
     """Do a step of a bitonic network with four keys `2 * near` apart, or two, then those `near` apart."""
-    place_b = uint32(start + near)
-    place_c = uint32(place_b + near)
-    place_d = uint32(place_c + near)
+    place_a = bank_place(start)
+    place_b = bank_place(uint32(start + near))
+    place_c = bank_place(uint32(start + uint32(2) * near))
+    place_d = bank_place(uint32(start + uint32(3) * near))
     is_falling = uint32(start & width) == uint32(0)
-    a, c = in_order(s_keys[start], s_keys[place_c], is_falling)
+    a, c = in_order(s_keys[place_a], s_keys[place_c], is_falling)
     b, d = in_order(s_keys[place_b], s_keys[place_d], is_falling)
     if is_double:
         a, b = in_order(a, b, is_falling)
         c, d = in_order(c, d, is_falling)
-    s_keys[start] = a
+    s_keys[place_a] = a
     s_keys[place_b] = b
     s_keys[place_c] = c
     s_keys[place_d] = d
@@ -90,7 +105,7 @@ def merge_step(s_keys, start, near, width, is_double):  # type: ignore[no-untype
 def sort_keys(s_keys, size):  # type: ignore[no-untyped-def]
     """Sort keys, best first, by a bitonic network, four keys a thread at a time.
 
-    `size` is a power of two from 4 on. The block takes part.
+    `size` is a power of two from 4 on. A key's rank is that at its `bank_place`. The block takes part.
     """
     fours = uint32(size >> uint32(2))
     for four in range(uint32(cuda.threadIdx.x), fours, uint32(THREADS)):
@@ -232,11 +247,11 @@ def merge_pieces_kernel(  # type: ignore[no-untyped-def]
             origin, whole = unpacked_reference(workspace[uint32(piece), 1])
             others += relative(double_of_bits(workspace[uint32(piece), 0]), origin, whole, best, inverse)
         for place in range(uint32(thread + 1), count, uint32(THREADS)):
-            others += math.exp(scaled_distance(key_value(s_keys[uint32(place)]), best, inverse))
+            others += math.exp(scaled_distance(key_value(s_keys[bank_place(uint32(place))]), best, inverse))
         s_sums[uint32(thread)] = others
         log_sum = math.log1p(sum_over_block(s_sums))
     for place in range(uint32(thread), uint32(k), uint32(THREADS)):
-        key = s_keys[uint32(place)]
+        key = s_keys[bank_place(uint32(place))]
         value = key_value(key)
         log_prob = float32(np.nan)
         if is_row:

@@ -10,7 +10,9 @@ from kernel_checks import Library, numba_library, numpy_library
 from topk_checks import DTYPES, ROW_KINDS, bad_rows, check_topk, make_logits, make_mask, make_rows
 
 from numba_ddtree import ArgumentError
-from numba_ddtree.cuda_target import SIMULATED
+from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.device.candidate_merge import bank_place, sort_keys
+from numba_ddtree.device.candidates import THREADS
 from numba_ddtree.draft_candidates import TILE, draft_topk, draft_topk_workspace_shape
 
 pytestmark = [
@@ -44,12 +46,47 @@ def test_thresholds_that_rise_with_every_tile(rng: np.random.Generator, device: 
     check_topk(device, make_rows(rng, kind, 1, 23 * TILE + 5)[None], 40)
 
 
+@pytest.mark.parametrize("k", [2, 40])
+def test_candidates_that_crowd_in_one_place(rng: np.random.Generator, device: Library, k: int) -> None:
+    logits = rng.normal(size=(1, 4, 45 * TILE)).astype(np.float32)
+    logits[0, 0, 20 * TILE :: TILE] += 20
+    logits[0, 1, 30 * TILE : 32 * TILE] += 20
+    logits[0, 2, 12 * TILE :] += 20
+    logits[0, 3, : 3 * TILE] += 20
+    check_topk(device, logits, k, temperature=0.9)
+
+
 @pytest.mark.parametrize("value", [-1e9, 3e6, 2e38])
 def test_absent_numbers_below_a_far_bound(rng: np.random.Generator, device: Library, value: float) -> None:
     # float32 has no number 60 temperatures below such a bound other than the bound.
     logits = np.full((1, 1, 9 * TILE + 37), value, np.float32)
     logits[rng.random(logits.shape) < 0.3] = -np.inf
     check_topk(device, logits, 5, temperature=0.1)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16, 32, 128, 256, 512, 1024])
+def test_sorted_keys_are_falling(rng: np.random.Generator, size: int) -> None:
+    def sort_kernel(keys: Any, ranked: Any) -> None:
+        sort_keys(keys, np.uint32(size))
+        for rank in range(cuda.threadIdx.x, size, THREADS):
+            ranked[rank] = keys[bank_place(np.uint32(rank))]
+
+    keys = rng.integers(0, 2**63, size, dtype=np.uint64)
+    keys[rng.random(size) < 0.2] = 0
+    ranked = cuda.to_device(np.ones(size, np.uint64))
+    cuda.jit(sort_kernel)[1, THREADS](cuda.to_device(keys), ranked)
+    np.testing.assert_array_equal(ranked.copy_to_host(), np.sort(keys)[::-1])
+
+
+def test_no_two_keys_that_are_taken_at_once_share_a_bank() -> None:
+    for near in 2 ** np.arange(9):
+        fours = np.arange(256)
+        low = fours & (near - 1)
+        starts = ((fours - low) << 2) + low
+        for key in range(4):
+            places = np.array([int(bank_place(np.uint32(start + key * near))) for start in starts])
+            half_warps = np.sort(places.reshape(-1, 16) % 16, axis=1)
+            np.testing.assert_array_equal(half_warps, np.tile(np.arange(16), (16, 1)))
 
 
 def test_host_arrays(rng: np.random.Generator) -> None:
