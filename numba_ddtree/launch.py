@@ -297,6 +297,8 @@ class Kernel:
         Threads a block, from `block_threads`; the compiler is told, so that registers fit.
     blocks_per_processor : int
         Blocks that registers are to leave room for on one multiprocessor.
+    architecture : str, optional
+        The only one that has the kernel's instructions, such as ``"sm_90a"``.
     """
 
     def __init__(
@@ -305,8 +307,10 @@ class Kernel:
         signatures: tuple[str, ...],
         threads: int,
         blocks_per_processor: int = 1,
+        architecture: str | None = None,
     ) -> None:
         self.function = function
+        self.architecture = architecture
         self.signatures = signatures
         self.threads = threads
         self.launch_bounds = threads, blocks_per_processor

@@ -47,6 +47,8 @@ def cases() -> list[Any]:
     found = []
     for name, kernel in KERNELS.items():
         for architecture in ARCHITECTURES:
+            if kernel.architecture not in (None, architecture):
+                continue
             signatures = kernel.signatures if architecture == MAIN_ARCHITECTURE else kernel.signatures[:1]
             for index, _ in enumerate(signatures):
                 found.append(pytest.param(name, architecture, index, id=f"{name}-{architecture}-{index}"))

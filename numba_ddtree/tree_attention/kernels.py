@@ -13,8 +13,10 @@ from numba_ddtree.errors import ArgumentError, BackendError
 
 SHARED_SCORES = "shared_scores"
 TENSOR_CORES = "tensor_cores"
-KERNELS = (SHARED_SCORES, TENSOR_CORES)
+HOPPER = "hopper"
+KERNELS = (SHARED_SCORES, TENSOR_CORES, HOPPER)
 LEAST_CAPABILITY = (8, 0)  # of 16-bit products with bfloat16, and of asynchronous copies
+HOPPER_CAPABILITY = (9, 0)  # the only one with its products of whole warpgroups
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -54,6 +56,12 @@ def choose_kernel(kernel: str | None, dtype: np.dtype[Any]) -> str:
             f"{kernel or TENSOR_CORES!r} on a device of compute capability {'.'.join(map(str, capability))}",
             f"a device of {'.'.join(map(str, LEAST_CAPABILITY))} or newer; {SHARED_SCORES!r}, for float32, "
             "still runs",
+        )
+    if kernel == HOPPER and capability != HOPPER_CAPABILITY:
+        raise ArgumentError(
+            "kernel",
+            f"{kernel!r} on a device of compute capability {'.'.join(map(str, capability))}",
+            f"a device of {'.'.join(map(str, HOPPER_CAPABILITY))}, or {TENSOR_CORES!r}",
         )
     return kernel or TENSOR_CORES
 

@@ -1,0 +1,98 @@
+"""Shared memory of the Hopper kernel: what lies where, and what its warps tell each other there.
+
+Each of the two blocks of a pair has a buffer of nine chunks of 64 rows x 64 columns: eight of the latent
+part, then the rotary one. The queries' latent part has eight chunks; their rotary part is in registers.
+"""
+
+from __future__ import annotations
+
+from numba_ddtree.cuda_target import SIMULATED, device_function, device_routine, int64, uint32
+from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS
+
+if not SIMULATED:
+    from numba_ddtree.device.mbarriers import load_shared_float, load_shared_word, store_shared_float
+    from numba_ddtree.device.ptx import store_shared_word
+
+CHUNK_BYTES = TILE_ROWS * 128
+LATENT_CHUNKS = LATENT // 64
+BLOCK_BYTES = (LATENT_CHUNKS + 1) * CHUNK_BYTES
+QUERIES_AT = 0
+KEYS_AT = LATENT_CHUNKS * CHUNK_BYTES
+WEIGHTS_AT = KEYS_AT + 2 * BLOCK_BYTES
+STATE_AT = WEIGHTS_AT + 2 * CHUNK_BYTES
+ALIGNMENT = 1024
+
+# Barriers, eight bytes each from STATE_AT on.
+QUERIES_FULL, QUERIES_FREE = 0, 1
+KEYS_FULL = 2  # nine of each buffer: the latent chunks, the rotary one
+GATHERED, ROTARY_FREE, LEFT_FREE, RIGHT_FREE = 20, 22, 24, 26
+ITEM_FULL, ITEM_FREE = 28, 30
+BARRIERS = 32
+
+# Words of shared memory.
+MAXIMA = STATE_AT // 4 + 2 * BARRIERS  # of each row after the first and after the second block of a pair
+SUMS = MAXIMA + 2 * TILE_ROWS  # of the first block's probabilities, two of each thread of the left warpgroup
+TOTALS = SUMS + 2 * 128  # of each row, at an item's end
+ITEMS = TOTALS + TILE_ROWS  # of two items, the one at work and the next
+ITEM_WORDS = 20
+SEEN = ITEMS + 2 * ITEM_WORDS  # keys that each of an item's rows sees
+RECORDS = SEEN + 2 * TILE_ROWS  # of the block in each buffer
+RECORD_WORDS = 8
+SHARED_BYTES = 4 * (RECORDS + 2 * RECORD_WORDS)
+
+# Words of an item: the shared blocks, `SHARED` from `SHARED_BEGIN` on, come first of `STREAM` in all, then
+# those with path keys; the longest row sees `LONGEST` keys, and a split has `LENGTH` blocks.
+(
+    REQUEST,
+    SPLIT,
+    FIRST_ROW,
+    ROWS,
+    PREFIX,
+    SHARED_BEGIN,
+    SHARED,
+    STREAM,
+    FAULT,
+    LONGEST,
+    GATHER_BEGIN,
+    LENGTH,
+    WAVE_ROW,
+    ROW_LOW,
+    ROW_HIGH,
+    FIRST_NODE,
+    NODES,
+) = range(17)
+# Words of a buffer's record: `COUNT` nodes from the tile's node `FIRST` on share a block of paths, as
+# `path_blocks` packs them.
+KIND, BLOCK, FIRST, COMMON, OWN, COUNT = range(6)
+IN_BOXES, IN_ROWS, OF_PATHS = 0, 1, 3  # KIND: bit 0, gathered; bit 1, masked
+
+
+@device_function
+def word_at(start, index):  # type: ignore[no-untyped-def]
+    """Word (int32) of shared memory, so many after an address."""
+    return load_shared_word(uint32(start + uint32(uint32(index) << uint32(2))))
+
+
+@device_function
+def set_word(start, index, word):  # type: ignore[no-untyped-def]
+    """Write a word (int32) of shared memory."""
+    store_shared_word(uint32(start + uint32(uint32(index) << uint32(2))), uint32(word))
+
+
+@device_function
+def float_at(start, index):  # type: ignore[no-untyped-def]
+    """Float32 of shared memory, so many after an address."""
+    return load_shared_float(uint32(start + uint32(uint32(index) << uint32(2))))
+
+
+@device_function
+def set_float(start, index, value):  # type: ignore[no-untyped-def]
+    """Write a float32 of shared memory."""
+    store_shared_float(uint32(start + uint32(uint32(index) << uint32(2))), value)
+
+
+@device_routine
+def first_query(item):  # type: ignore[no-untyped-def]
+    """Return the number (int64) of an item's first row among all rows of queries."""
+    low = int64(uint32(word_at(item, ROW_LOW)))
+    return int64(int64(word_at(item, ROW_HIGH)) << int64(32) | low)
