@@ -32,6 +32,7 @@ PROGRAM = "numba-ddtree"
 BACKENDS = ("auto", "cuda", "simulator", "numpy")
 SIMULATED_ROUND_SECONDS = 60
 MAX_BUDGET = 1024  # that of `build_tree`, which this file is not to import
+DTYPES = ("float32", "bfloat16")  # those of `numba_ddtree.demo.latent_attention`, likewise
 
 EXIT_FAILED = 1
 
@@ -50,6 +51,7 @@ examples:
   numba-ddtree
   numba-ddtree --prompt 'def main():' --budget 4,16,64 --max-new-tokens 256
   numba-ddtree decode --prompt-file - --temperature 0.8 --seed 3 --json < prompt.py
+  numba-ddtree decode --devices 0,1 --prompts 16
   numba-ddtree decode --trace rounds.kdtr --plot acceptance.svg && numba-ddtree round rounds.kdtr
   numba-ddtree check --backend numpy --json | jq '.[] | select(.passed | not)'
   numba-ddtree round bundles/h64_p512_b8.kdtr --backend cuda --device 1
@@ -88,7 +90,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _run_decode(options: argparse.Namespace) -> int:
     backend = _decode_backend(options)
-    _check_device(backend, options.device)
+    for device in options.devices or (options.device,):
+        _check_device(backend, device)
     from numba_ddtree.demo.command import run_decode
 
     outcome = run_decode(options, backend)
@@ -305,6 +308,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
                 parser.error(f"--{name.replace('_', '-')} is an option of decode, not of {options.command}")
     for name, default in _DECODE_DEFAULTS.items():
         given.setdefault(name, default)
+    if options.devices is not None and options.device != 0:
+        parser.error("--device and --devices are two answers to one question")
     return options
 
 
@@ -321,6 +326,12 @@ def _add_options(
         "json": {"action": "store_true", "help": "pure JSON on stdout, everything else on stderr"},
         "seed": {"type": _count, "metavar": "N", "help": "seed of inputs and draws (default: 0)"},
         "device": {"type": _count, "metavar": "N", "help": "the CUDA device (default: 0)"},
+        "devices": {
+            "type": _devices,
+            "metavar": "N,N,...",
+            "help": "decode on lanes that share the prompts and run at once, one for each device named; a "
+            "device named twice has two",
+        },
         "backend": {
             "choices": BACKENDS,
             "help": "what runs: the kernels on a device, the kernels in Numba's simulator, or the numpy "
@@ -354,6 +365,11 @@ def _add_options(
             "metavar": "T",
             "help": "0 (the default): the best token; above: a draw, the same by every decoder of one seed",
         },
+        "dtype": {
+            "choices": DTYPES,
+            "help": "of what the target's attention reads, queries and cache: float32 (the default), or "
+            "bfloat16, on tensor cores",
+        },
         "trace": {
             "metavar": "FILE.kdtr",
             "help": "write each round's drafts, tree, target tokens and accepted path, which `round` replays",
@@ -369,15 +385,21 @@ def _add_options(
 
 
 _DECODE_DEFAULTS: dict[str, Any] = {
+    "devices": None,
     "prompt": [],
     "prompt_file": [],
     "prompts": 4,
     "budget": (16, 64, 256),
     "max_new_tokens": 128,
     "temperature": 0.0,
+    "dtype": DTYPES[0],
     "trace": None,
     "plot": None,
 }
+
+
+def _devices(text: str) -> tuple[int, ...]:
+    return tuple(map(_count, text.split(",")))
 
 
 def _budgets(text: str) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from numba_ddtree.command import EXIT_CLOSED_PIPE
 from numba_ddtree.demo.array_module import array_module
 from numba_ddtree.demo.command import mean_repetition
 from numba_ddtree.demo.decoders import PLAIN, Decoded, Decoding, Round
+from numba_ddtree.demo.latent_attention import DTYPES
 from numba_ddtree.demo.stage_times import STAGES, StageTimes
 from numba_ddtree.demo.text import readable, shipped_prompts, token_bytes
 from numba_ddtree.environment import find_devices
@@ -77,6 +78,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         assert [entry["identical"] for entry in prompt["decoders"]] == [True] * 3
         assert bytes(texts[0]).decode(errors="backslashreplace") == prompt["decoders"][0]["text"]
         assert all(sum(entry["accept_lengths"]) == 20 for entry in prompt["decoders"])
+
+
+def test_bfloat16_reaches_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--prompts", "2", "--budget", "16", "--max-new-tokens", "20")
+    rounded = decode_json(capsys, *arguments, "--dtype", "bfloat16")
+    plain = decode_json(capsys, *arguments)
+    assert (rounded["dtype"], plain["dtype"]) == ("bfloat16", "float32")
+    for prompt in rounded["prompts"]:
+        assert [entry["identical"] for entry in prompt["decoders"]] == [True] * 3
+    assert DTYPES == run.DTYPES
 
 
 def test_repetition_is_a_mean_over_the_texts() -> None:
@@ -147,6 +158,7 @@ def test_a_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
         (["--max-new-tokens", "1024"], ": --max-new-tokens: got 1024; expected"),
         (["--temperature", "-1"], ": --temperature: got -1"),
         (["--temperature", "nan"], ": --temperature: got nan"),
+        (["--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
         (["--temperature", "warm"], "invalid float value: 'warm'"),
         (["--prompts", "0"], "--prompts: got 0; expected a number from 1 to 64"),
         (["--prompts", "65"], "--prompts: got 65"),

@@ -42,6 +42,11 @@ def prompts(count: int, longest: int = 96) -> list[list[int]]:
     return [prompt.tokens[:length] for prompt, length in zip(shipped_prompts(count), lengths, strict=True)]
 
 
+@pytest.fixture(scope="module")
+def rounded_model() -> DemoModel:
+    return load_model(array_module("numpy"), "bfloat16")
+
+
 def check_same(plain: Decoded, other: Decoded) -> None:
     for prompt in range(len(plain.tokens)):
         difference = first_difference(plain, other, prompt)
@@ -58,6 +63,29 @@ def test_every_decoder_writes_the_same(model: DemoModel, temperature: float) -> 
         drafted = decode(model, decoder, prompts(6), settings)
         check_same(plain, drafted)
         assert drafted.num_passes < plain.num_passes
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_decoder_writes_the_same_in_bfloat16(rounded_model: DemoModel, temperature: float) -> None:
+    """With ties as in float32: were roundings to go another way, margins of 1e-2 would be lost."""
+    settings = DecodeSettings(max_new_tokens=40, temperature=temperature, seed=5)
+    plain = decode(rounded_model, PLAIN, prompts(6), settings)
+    for decoder in DRAFTED:
+        drafted = decode(rounded_model, decoder, prompts(6), settings)
+        check_same(plain, drafted)
+        assert drafted.num_passes < plain.num_passes
+
+
+def test_bfloat16_accepts_as_much_as_float32(model: DemoModel, rounded_model: DemoModel) -> None:
+    """Texts may part where float32 was nearly undecided; lengths stay within what texts vary by."""
+    settings = DecodeSettings(max_new_tokens=48)
+    texts = [prompt.tokens for prompt in shipped_prompts(6)]
+    for decoder in DRAFTED:
+        want = decode(model, decoder, texts, settings)
+        got = decode(rounded_model, decoder, texts, settings)
+        spread = np.std([length for lengths in want.accept_lengths for length in lengths])
+        allowed = 3 * spread / want.num_passes**0.5  # standard errors of the mean
+        assert abs(got.mean_accept_length - want.mean_accept_length) < allowed
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -240,3 +268,15 @@ def test_every_decoder_writes_the_same_on_a_gpu(model: DemoModel, temperature: f
     check_same(decode(model, PLAIN, prompts(6), settings), plain)
     for decoder in DRAFTED:
         check_same(plain, decode(on_gpu, decoder, prompts(6), settings))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_decoder_writes_the_same_in_bfloat16_on_a_gpu(temperature: float) -> None:
+    """To the byte, with no allowance for ties."""
+    pytest.importorskip("cupy")
+    on_gpu = load_model(array_module("cuda"), "bfloat16")
+    settings = DecodeSettings(max_new_tokens=48, temperature=temperature, seed=5)
+    plain = decode(on_gpu, PLAIN, prompts(6), settings)
+    for decoder in (*DRAFTED, tree_decoder(256)):
+        assert decode(on_gpu, decoder, prompts(6), settings).tokens == plain.tokens, decoder.name

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 from safetensors.numpy import save
 
 from numba_ddtree import ArgumentError, DraftTree
-from numba_ddtree.demo.array_module import ROW_BLOCK, ArrayModule, array_module
+from numba_ddtree.demo.array_module import HOST_ROW_BLOCK, ROW_BLOCK, ArrayModule, array_module
 from numba_ddtree.demo.config import MASK_TOKEN, START_TOKEN, ModelConfig
+from numba_ddtree.demo.latent_attention import LatentCache
 from numba_ddtree.demo.model import WEIGHTS, DemoModel, chain_chunks, load_model, read_model
 from numba_ddtree.demo.repetition import repetition
 from numba_ddtree.demo.text import shipped_prompts
@@ -34,7 +36,8 @@ def prompt_tokens(count: int, length: int) -> np.ndarray:
 def read(model: DemoModel, tokens: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
     """Run a batch of texts in chains of `size`: logits, features, and the caches."""
     rows = tokens.shape[1] + size
-    cache, draft_cache = model.new_cache(len(tokens), rows), model.new_draft_cache(len(tokens), rows)
+    cache = model.new_cache(len(tokens), rows, size)
+    draft_cache = model.new_draft_cache(len(tokens), rows)
     logits, features = [], []
     for tree, first in chain_chunks(tokens, lengths, size, model.module):
         part, feature = model.forward(tree, first, cache, tokens.shape[1])
@@ -134,13 +137,118 @@ def test_products_on_a_gpu_have_one_shape() -> None:
             shapes.append(x.shape)
             return x @ weight
 
-    module = ArrayModule(Recorder, "cuda")
+    module = ArrayModule(Recorder, "cuda", ROW_BLOCK)
     rng = np.random.default_rng(0)
     for rows in (0, 1, ROW_BLOCK, ROW_BLOCK + 1):
         x, weight = rng.standard_normal((2, rows, 3)), rng.standard_normal((2, 3, 5))
         np.testing.assert_allclose(module.product(x, weight), x @ weight)
     assert set(shapes[1:]) == {(2, ROW_BLOCK, 3)}
     assert len(shapes) == 5
+
+
+def test_bits_are_those_of_bfloat16(rng: np.random.Generator) -> None:
+    """Of random numbers of all sizes, of ties and their neighbours, of both zeros and of denormal numbers."""
+    module = array_module("numpy")
+    random = rng.integers(2**32, size=10000, dtype=np.uint32)
+    ties = rng.integers(2**16, size=1000, dtype=np.uint32) << 16 | 2**15
+    bits = np.concatenate((random, ties, ties - 1, ties + 1, np.array([0, 1 << 31, 1, 0x8000], np.uint32)))
+    numbers = bits.view(np.float32)
+    numbers = numbers[np.isfinite(numbers)]
+    with np.errstate(over="ignore"):
+        want = numbers.astype(bfloat16)
+    got = module.bfloat16_bits(numbers)
+    assert got.dtype == np.uint16
+    np.testing.assert_array_equal(got, want.view(np.uint16))
+    np.testing.assert_array_equal(module.as_bfloat16(got), want)
+
+
+def test_products_in_bfloat16_have_one_shape() -> None:
+    assert load_model(array_module("numpy")).module.row_block is None
+    assert load_model(array_module("numpy"), "bfloat16").module.row_block == HOST_ROW_BLOCK
+    with pytest.raises(ArgumentError, match=r"^dtype: got 'float16'; expected 'float32' or 'bfloat16'"):
+        load_model(array_module("numpy"), "float16")
+
+
+def text_and_tree(model: DemoModel, length: int) -> tuple[np.ndarray, np.ndarray, DraftTree, LatentCache]:
+    """Return a text that was read but for its last token, its length, and a tree of four nodes behind it."""
+    text = prompt_tokens(1, length + 1)
+    parents, branches = [-1, 0, 0, 2], np.frombuffer(b"s e", np.uint8)
+    lengths = np.array([length], np.int32)
+    put = model.module.xp.asarray
+    cache = model.new_cache(1, length + 64, 64)
+    for tree, first in chain_chunks(text[:, :length], lengths, 64, model.module):
+        model.forward(tree, put(first), cache, length)
+    tree = DraftTree.from_parents(
+        put(np.array([parents], np.int32)),
+        put(np.array([[text[0, length], *branches]], np.int32)),
+        prefix_lengths=put(lengths),
+        backend=model.module.backend,
+    )
+    return text, lengths, tree, cache
+
+
+def one_by_one(model: DemoModel, cache: LatentCache, lengths: np.ndarray, tokens: list[int]) -> np.ndarray:
+    """Score tokens behind a text as plain decoding does; return the logits after the last."""
+    put = model.module.xp.asarray
+    for step, token in enumerate(tokens):
+        root = DraftTree.from_parents(
+            put(np.array([[-1]], np.int32)),
+            put(np.array([[token]], np.int32)),
+            prefix_lengths=put(lengths + step),
+            backend=model.module.backend,
+        )
+        at = int(lengths[0]) + step
+        logits, _ = model.forward(root, put(lengths + np.int32(step)), cache, at)
+    return model.module.to_host(logits)[0, 0]
+
+
+def check_nodes(model: DemoModel, length: int, atol: float) -> None:
+    """Compare a tree's logits with those of its paths, token by token; `atol` 0 asks for the same bits."""
+    text, lengths, tree, cache = text_and_tree(model, length)
+    put = model.module.xp.asarray
+    scored = model.module.to_host(model.forward(tree, put(lengths), cache, length)[0])
+    tokens = model.module.to_host(tree.token_ids)[0]
+    for node, path in ((0, [0]), (1, [0, 1]), (2, [0, 2]), (3, [0, 2, 3])):
+        want = one_by_one(model, cache, lengths, tokens[path].tolist())
+        np.testing.assert_allclose(scored[0, node], want, rtol=0, atol=atol, err_msg=f"{length}, {node}")
+    assert text[0, length] == tokens[0]
+
+
+@pytest.mark.parametrize("length", [1, 62, 63, 64, 130])
+def test_a_node_in_bfloat16_scores_as_when_decoded(length: int) -> None:
+    """Closer than a rounding that went the other way would leave it, which moves logits by about 1e-3."""
+    check_nodes(load_model(array_module("numpy"), "bfloat16"), length, 5e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 62, 63, 64, 130])
+def test_a_node_in_bfloat16_on_a_gpu_has_the_bits_of_decoding(length: int) -> None:
+    pytest.importorskip("cupy")
+    check_nodes(load_model(array_module("cuda"), "bfloat16"), length, 0.0)
+
+
+def test_bfloat16_is_close_to_float32(model: DemoModel) -> None:
+    tokens, lengths = prompt_tokens(3, 120), np.array([120, 77, 31], np.int32)
+    want = read(model, tokens, lengths, 32)[0]
+    got = read(load_model(array_module("numpy"), "bfloat16"), tokens, lengths, 32)[0]
+    errors = [np.abs(got[i, :n] - want[i, :n]) for i, n in enumerate(lengths)]
+    assert 1e-4 < max(map(np.max, errors)) < 0.5
+    assert np.mean(np.concatenate(errors)) < 0.02
+
+
+def test_attention_in_bfloat16_reuses_its_memory() -> None:
+    model = load_model(array_module("numpy"), "bfloat16")
+    cache = model.new_cache(2, 100, 64)
+    assert cache.planned is not None
+    assert cache.ckv.dtype == cache.kpe.dtype == np.uint16
+    assert cache.planned.plan.max_prefix_length == model.config.max_length
+    tree = next(chain_chunks(prompt_tokens(2, 9), np.array([9, 5], np.int32), 16, model.module))[0]
+    rng = np.random.default_rng(0)
+    shape = 2, 16, model.config.num_heads
+    q_nope, q_pe = (rng.standard_normal((*shape, width)).astype(np.float32) for width in (512, 64))
+    first = cache.attend(0, q_nope, q_pe, tree, 1.0, np.zeros(2, np.int32), 0)
+    assert np.shares_memory(first, cache.planned.out)
+    assert first.dtype == np.float32
 
 
 @pytest.mark.gpu
@@ -160,7 +268,7 @@ def test_gpu_matches_numpy(model: DemoModel) -> None:
     on_gpu = load_model(array_module("cuda"))
     tokens, lengths = prompt_tokens(2, 70), np.array([70, 33], np.int32)
     want, *_ = read(model, tokens, lengths, 64)
-    cache = on_gpu.new_cache(2, 140)
+    cache = on_gpu.new_cache(2, 140, 64)
     parts = [
         on_gpu.forward(tree, on_gpu.module.xp.asarray(first), cache, 70)[0]
         for tree, first in chain_chunks(tokens, lengths, 64, on_gpu.module)

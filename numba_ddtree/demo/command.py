@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,11 +31,13 @@ from numba_ddtree.demo.decoders import (
     check_prompts,
     tree_decoder,
 )
+from numba_ddtree.demo.lane_decoding import LaneDecoding, LaneTimes, load_models
 from numba_ddtree.demo.model import DemoModel, load_model
 from numba_ddtree.demo.repetition import repetition
 from numba_ddtree.demo.stage_times import STAGES
 from numba_ddtree.demo.text import Prompt, given_prompts, readable, shipped_prompts, token_bytes
 from numba_ddtree.demo.trace import Trace
+from numba_ddtree.device_group import DeviceGroup
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.reporting import PipeConsole
 from numba_ddtree.tree import AcceptResult, DraftTree
@@ -47,12 +49,17 @@ MIN_WIDTH = 80
 """Columns that the tables need; a narrower terminal breaks their lines."""
 
 
+Begin: TypeAlias = Callable[[Decoder], Decoding | LaneDecoding]
+"""Begins to decode all prompts with a decoder."""
+
+
 @dataclass
 class Outcome:
     """What was decoded, all of it or up to an interruption."""
 
     prompts: list[Prompt]
     settings: DecodeSettings
+    dtype: str
     results: list[Decoded] = field(default_factory=list)
     interrupted: bool = False
     error: str | None = None  # what ended decoding, if something failed
@@ -96,15 +103,17 @@ def run_decode(options: argparse.Namespace, backend: Literal["numpy", "cuda"]) -
     """
     _check_outputs(options.trace, options.plot)
     prompts = given_prompts(options.prompt, options.prompt_file) or shipped_prompts(options.prompts)
-    model = load_model(array_module(backend, options.device))
+    device = options.device if options.devices is None else options.devices[0]
+    model = load_model(array_module(backend, device), options.dtype)
     settings = DecodeSettings(options.max_new_tokens, options.temperature, options.seed)
     _check_settings(model, prompts, settings)
     decoders = [PLAIN, chain_decoder(model.config.draft_length), *map(tree_decoder, options.budget)]
     trace = Trace(model.module, settings.stop_tokens) if options.trace is not None else None
     drawn = _DrawnRound(min(options.budget))
-    outcome = Outcome(prompts, settings)
+    outcome = Outcome(prompts, settings, model.dtype)
     # Whoever read one output may have left, and a decoder may fail after others: what can be given is given.
     with _Screen(to_stderr=options.json) as screen, ExitStack() as outputs:
+        begin = _beginning(options, model, prompts, settings, outputs)
         if options.plot is not None:
             outputs.callback(_plot, outcome, drawn, options.plot)
         if trace is not None:
@@ -112,8 +121,25 @@ def run_decode(options: argparse.Namespace, backend: Literal["numpy", "cuda"]) -
         if options.json:
             outputs.callback(_print_json, outcome, backend)
         outputs.callback(screen.show, outcome)
-        _decode_all(model, decoders, outcome, screen, trace, drawn)
+        _decode_all(begin, decoders, outcome, screen, trace, drawn, is_compiled=backend == "cuda")
     return outcome
+
+
+def _beginning(
+    options: argparse.Namespace,
+    model: DemoModel,
+    prompts: Sequence[Prompt],
+    settings: DecodeSettings,
+    held: ExitStack,
+) -> Begin:
+    """Return what begins to decode all prompts with a decoder: on the model's device, or on lanes."""
+    tokens = [prompt.tokens for prompt in prompts]
+    if options.devices is None:
+        return lambda decoder: Decoding.begin(model, decoder, tokens, settings)
+    on_host = model.module.backend == "numpy"
+    group = held.enter_context(DeviceGroup([None if on_host else device for device in options.devices]))
+    models = load_models(model, group)
+    return lambda decoder: LaneDecoding.begin(models, group, decoder, tokens, settings)
 
 
 def _check_settings(model: DemoModel, prompts: Sequence[Prompt], settings: DecodeSettings) -> None:
@@ -155,21 +181,22 @@ def _check_writable(path: str) -> None:
 
 
 def _decode_all(
-    model: DemoModel,
+    begin: Begin,
     decoders: Sequence[Decoder],
     outcome: Outcome,
     screen: _Screen,
     trace: Trace | None,
     drawn: _DrawnRound,
+    *,
+    is_compiled: bool,
 ) -> None:
     """Run the decoders one after the other; an interruption leaves what was reached."""
-    tokens = [prompt.tokens for prompt in outcome.prompts]
     try:
-        if model.module.backend == "cuda":
-            _compile_kernels(model, decoders, tokens, outcome.settings)
+        if is_compiled:
+            _compile_kernels(begin, decoders)
         for decoder in decoders:
-            screen.start(decoder, len(tokens) * outcome.settings.max_new_tokens)
-            decoding = Decoding.begin(model, decoder, tokens, outcome.settings)
+            screen.start(decoder, len(outcome.prompts) * outcome.settings.max_new_tokens)
+            decoding = begin(decoder)
             outcome.results.append(decoding.decoded)
             while not decoding.is_done:
                 this_round = decoding.run_round()
@@ -184,12 +211,10 @@ def _decode_all(
         raise
 
 
-def _compile_kernels(
-    model: DemoModel, decoders: Sequence[Decoder], tokens: list[list[int]], settings: DecodeSettings
-) -> None:
+def _compile_kernels(begin: Begin, decoders: Sequence[Decoder]) -> None:
     """Run a round of each decoder, so that no decoder's time has the compiler's in it."""
     for decoder in decoders:
-        Decoding.begin(model, decoder, tokens, settings).run_round()
+        begin(decoder).run_round()
 
 
 class _DrawnRound:
@@ -327,9 +352,15 @@ def _results_table(outcome: Outcome) -> Table:
 def _times_table(outcome: Outcome) -> Table:
     table = _new_table(*STAGES, title="milliseconds a round of the batch")
     for result in outcome.results:
-        rounds = max(map(len, result.accept_lengths)) or 1
-        seconds = (result.times.seconds.get(stage, 0.0) for stage in STAGES)
-        table.add_row(result.decoder.name, *(f"{1e3 * value / rounds:.2f}" for value in seconds))
+        parts = [(result.decoder.name, result.times.seconds, max(map(len, result.accept_lengths)))]
+        if isinstance(result.times, LaneTimes):
+            parts = [
+                (f"{result.decoder.name}, {lane.name}", lane.seconds, lane.rounds)
+                for lane in result.times.lanes
+            ]
+        for name, seconds, rounds in parts:
+            each = (1e3 * seconds.get(stage, 0.0) / max(rounds, 1) for stage in STAGES)
+            table.add_row(name, *(f"{value:.2f}" for value in each))
     return table
 
 
@@ -362,6 +393,7 @@ def as_json(outcome: Outcome, backend: str) -> dict[str, Any]:
     settings = outcome.settings
     return {
         "backend": backend,
+        "dtype": outcome.dtype,
         "max_new_tokens": settings.max_new_tokens,
         "temperature": settings.temperature,
         "seed": settings.seed,
@@ -379,6 +411,7 @@ def as_json(outcome: Outcome, backend: str) -> dict[str, Any]:
                 "repetition": mean_repetition(result),
                 "finished": result.is_finished,
             }
+            | ({"lanes": result.times.as_json()} if isinstance(result.times, LaneTimes) else {})
             for result in outcome.results
         ],
         "prompts": [

@@ -20,9 +20,9 @@ class Difference:
         The tokens; None past the end of a text.
     margin : float or None
         How far the target's best token was above the second there, in logits, when it decoded token by
-        token; see `Decoded.margins`. A margin of the size of float32's rounding errors (about 1e-4) is a tie
+        token; see `Decoded.margins`. In float32 a margin of the size of rounding errors (about 1e-4) is a tie
         that another order of summation breaks the other way; a larger one is a fault, as is a text that ends
-        elsewhere, which has none.
+        elsewhere, which has none. In bfloat16 on a GPU any difference is a fault.
     """
 
     place: int

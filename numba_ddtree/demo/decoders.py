@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from numba_ddtree import AcceptResult, DDTreeRound, DraftTree, KVCaches
 from numba_ddtree.arrays import check_count, check_scalar
 from numba_ddtree.demo.config import NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS
-from numba_ddtree.demo.model import DemoModel, DraftCache, LatentCache, chain_chunks
+from numba_ddtree.demo.latent_attention import LatentCache
+from numba_ddtree.demo.model import DemoModel, DraftCache, chain_chunks
 from numba_ddtree.demo.stage_times import StageTimes
 from numba_ddtree.draft_candidates import DraftCandidates
 from numba_ddtree.errors import ArgumentError
@@ -91,6 +93,8 @@ class Round:
     Attributes
     ----------
     decoder : Decoder
+    requests : int32 [B], on the host
+        The prompts' places among all that are decoded.
     candidates : DraftCandidates or None
         None for plain decoding, as are the budgets.
     budgets : int32 [B] or None
@@ -103,6 +107,7 @@ class Round:
     """
 
     decoder: Decoder
+    requests: NDArray[np.int32]
     candidates: DraftCandidates | None
     budgets: Array | None
     root_tokens: Array
@@ -241,6 +246,15 @@ def check_prompts(
             raise ArgumentError(name, "another token", f"tokens from 0 to {NUM_INPUT_TOKENS - 1}")
 
 
+class PendingRound(NamedTuple):
+    """A round whose work is launched, and whose results are not read."""
+
+    before: dict[str, Array]  # the state that it began with
+    tree: DraftTree
+    logits: Array  # [B, N, V], the target's
+    result: AcceptResult
+
+
 @dataclass(slots=True, eq=False)
 class Decoding:
     """A batch that is being decoded, round by round; `begin` makes one, and `decode` runs it to its end.
@@ -256,6 +270,8 @@ class Decoding:
         What a round is, but for the models.
     lengths : int32 [B]
         The prefix lengths, on the host.
+    requests : int32 [B]
+        The prompts' places among all that are decoded, by which their draws are keyed.
     """
 
     model: DemoModel
@@ -267,18 +283,31 @@ class Decoding:
     planned: DDTreeRound
     lengths: NDArray[np.int32]  # [B]
     is_active: NDArray[np.bool_]  # [B]
+    requests: NDArray[np.int32]  # [B]
 
     @classmethod
     def begin(
-        cls, model: DemoModel, decoder: Decoder, prompts: Sequence[Sequence[int]], settings: DecodeSettings
+        cls,
+        model: DemoModel,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        settings: DecodeSettings,
+        *,
+        requests: NDArray[np.int32] | None = None,
+        times: StageTimes | None = None,
     ) -> Decoding:
-        """Check the arguments, which are those of `decode`, and read the prompts, bar their last tokens."""
+        """Check the arguments, which are those of `decode`, and read the prompts, bar their last tokens.
+
+        `requests` says which of more prompts these are, and `times` what takes the times of the stages.
+        """
         check_prompts(model, prompts, settings)
         batch = len(prompts)
+        requests = np.arange(batch, dtype=np.int32) if requests is None else requests
         lengths = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
-        rows = int(lengths.max()) + settings.max_new_tokens + max(decoder.budget + 1, PROMPT_CHUNK)
-        cache = model.new_cache(batch, rows)
-        planned = _plan_round(model, decoder, settings, batch, KVCaches.plan(list(cache)))
+        slots = max(decoder.budget + 1, PROMPT_CHUNK)
+        rows = int(lengths.max()) + settings.max_new_tokens + slots
+        cache = model.new_cache(batch, rows, slots)
+        planned = _plan_round(model, decoder, settings, requests, KVCaches.plan(cache.arrays))
         planned.start(
             np.array([prompt[-1] for prompt in prompts], np.int32),
             lengths,
@@ -288,12 +317,13 @@ class Decoding:
             model,
             decoder,
             settings,
-            Decoded.empty(decoder, batch, StageTimes(model.module)),
+            Decoded.empty(decoder, batch, StageTimes(model.module) if times is None else times),
             cache,
             model.new_draft_cache(batch, rows) if decoder.budget else None,
             planned,
             lengths,
             np.ones(batch, bool),
+            requests,
         )
         with state.decoded.times.stage("prompt"):
             state._read_prompts(prompts)
@@ -311,6 +341,10 @@ class Decoding:
 
     def run_round(self) -> Round:
         """Draft, build, verify and accept; emit tokens."""
+        return self.end_round(self.begin_round())
+
+    def begin_round(self) -> PendingRound:
+        """Launch a round's work; waits for the device only where the times of stages do."""
         times, planned = self.decoded.times, self.planned
         before = {name: array.copy() for name, array in planned.state.arrays().items()}
         with times.stage("draft"):
@@ -323,20 +357,27 @@ class Decoding:
             )
         with times.stage("accept"):
             result = planned.accept(logits)
-            host = result.to_host()
-        if self.draft_cache is None:
-            self._note_margins(logits, tree, host)
-        else:
+        if self.draft_cache is not None:
             with times.stage("draft"):
                 self._read_accepted(features, before["prefix_lengths"], self.draft_cache)
+        return PendingRound(before, tree, logits, result)
+
+    def end_round(self, pending: PendingRound) -> Round:
+        """Read the results of a round, and emit its tokens."""
+        with self.decoded.times.stage("accept"):
+            host = pending.result.to_host()
+        self.decoded.times.settle()
+        if self.draft_cache is None:
+            self._note_margins(pending.logits, pending.tree, host)
         self._advance(host)
-        return self._describe(before, host)
+        return self._describe(pending.before, host)
 
     def _describe(self, before: dict[str, Array], host: AcceptResult) -> Round:
         """Return the round that was run, from the state that it began with."""
         planned, has_draft = self.planned, self.decoder.budget > 0
         return Round(
             self.decoder,
+            self.requests,
             planned.candidates if has_draft else None,
             self.model.module.xp.full_like(before["remaining"], self.decoder.budget) if has_draft else None,
             before["root_tokens"],
@@ -379,7 +420,8 @@ class Decoding:
         positions = to_host(tree.positions)[:, 0].tolist()
         for request in np.flatnonzero(host.accept_length).tolist():
             if settings.temperature:
-                bits = random_bits(settings.seed, request, positions[request], NUM_OUTPUT_TOKENS)
+                number = int(self.requests[request])
+                bits = random_bits(settings.seed, number, positions[request], NUM_OUTPUT_TOKENS)
                 scores[request] += settings.temperature * gumbel(bits)
             second, best = np.sort(scores[request])[-2:].tolist()
             self.decoded.margins[request].append(best - second)
@@ -395,12 +437,16 @@ class Decoding:
 
 
 def _plan_round(
-    model: DemoModel, decoder: Decoder, settings: DecodeSettings, batch: int, caches: KVCaches
+    model: DemoModel,
+    decoder: Decoder,
+    settings: DecodeSettings,
+    requests: NDArray[np.int32],
+    caches: KVCaches,
 ) -> DDTreeRound:
     """Plan rounds on the module's arrays, which are those of the caches."""
     stops = np.array(settings.stop_tokens, np.int32)
     return DDTreeRound.plan(
-        batch,
+        len(requests),
         model.config.draft_length if decoder.budget else 1,
         NUM_OUTPUT_TOKENS,
         decoder.budget,
@@ -408,7 +454,11 @@ def _plan_round(
         caches=caches,
         options={
             "draft_topk": {"temperature": settings.temperature or 1.0},
-            "choose_tokens": {"temperature": settings.temperature, "seed": settings.seed},
+            "choose_tokens": {
+                "temperature": settings.temperature,
+                "seed": settings.seed,
+                "request_ids": model.module.xp.asarray(requests),
+            },
             "accept_tree": {"stop_token_ids": model.module.xp.asarray(stops)} if stops.size else {},
         },
         backend=model.module.backend,

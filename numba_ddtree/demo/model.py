@@ -2,9 +2,9 @@
 
 The target is what DeepSeek V3 and Kimi K2 are, small: Multi-head Latent Attention (DeepSeek-V2, arXiv
 2405.04434, section 2.1) in absorbed form, with RMSNorm and SwiGLU. Its cache has one latent row of 512 + 64
-numbers a token and layer, and all attention goes through `numba_ddtree.verify_attention`. The drafter is
-DFlash's: in one pass it predicts a block of positions, of which it sees the first token and masks, from
-the target's hidden features of the text before.
+numbers a token and layer, and all attention goes through `numba_ddtree.demo.latent_attention`, in float32 or
+in bfloat16. The drafter is DFlash's: in one pass it predicts a block of positions, of which it sees the first
+token and masks, from the target's hidden features of the text before.
 
 Dimensions: B requests, N nodes, D hidden size, H heads, S rows of a cache, L drafted positions.
 """
@@ -21,20 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from numba_ddtree import DraftTree, verify_attention
+from numba_ddtree import DraftTree
 from numba_ddtree.demo.array_module import ArrayModule
 from numba_ddtree.demo.config import MASK_TOKEN, ModelConfig
+from numba_ddtree.demo.latent_attention import DTYPES, LatentCache, new_latent_cache
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.tree import Array
 
 WEIGHTS = "demo_model.safetensors"
-
-
-class LatentCache(NamedTuple):
-    """The target's cache: what its layers keep of each token."""
-
-    ckv: Array  # float32 [layers, B, S, kv_lora_rank]
-    kpe: Array  # float32 [layers, B, S, qk_rope_head_dim]
 
 
 class DraftCache(NamedTuple):
@@ -59,6 +53,8 @@ class DemoModel:
         Cosines and sines of the target's rotary angles.
     draft_rotary : float32 [2, max_length + block_size, draft_head_dim / 2]
         The drafter's.
+    dtype : {"float32", "bfloat16"}
+        Of what the target's attention reads: queries and cache. All else is float32.
     """
 
     config: ModelConfig
@@ -66,14 +62,11 @@ class DemoModel:
     weights: Mapping[str, Array]
     rotary: Array
     draft_rotary: Array
+    dtype: str = DTYPES[0]
 
-    def new_cache(self, batch: int, rows: int) -> LatentCache:
-        """Return the target's cache for `batch` texts of up to `rows` tokens, tree included."""
-        c, xp = self.config, self.module.xp
-        shape = c.num_layers, batch, rows
-        return LatentCache(
-            xp.zeros((*shape, c.kv_lora_rank), np.float32), xp.zeros((*shape, c.qk_rope_head_dim), np.float32)
-        )
+    def new_cache(self, batch: int, rows: int, slots: int) -> LatentCache:
+        """Return the target's cache for B texts of up to `rows` tokens, trees of up to `slots` included."""
+        return new_latent_cache(self.config, self.module, self.dtype, batch, rows, slots)
 
     def new_draft_cache(self, batch: int, rows: int) -> DraftCache:
         """Return the drafter's cache for `batch` texts of up to `rows` tokens."""
@@ -108,10 +101,7 @@ class DemoModel:
         for layer in range(self.config.num_layers):
             name = f"target.layers.{layer}"
             normed = self._norm(f"{name}.attention_norm", x)
-            keys = cache.ckv[layer], cache.kpe[layer]
-            x = x + self._latent_attention(
-                f"{name}.attention", normed, tree, prefix_lengths, keys, max_prefix_length
-            )
+            x = x + self._latent_attention(layer, normed, tree, prefix_lengths, cache, max_prefix_length)
             x = x + self._feed_forward(f"{name}.ffn", self._norm(f"{name}.ffn_norm", x))
             features.append(x)
         logits = self._linear("target.head", self._norm("target.norm", x))
@@ -170,14 +160,15 @@ class DemoModel:
 
     def _latent_attention(
         self,
-        name: str,
+        layer: int,
         x: Array,
         tree: DraftTree,
         prefix_lengths: Array,
-        cache: tuple[Array, Array],
+        cache: LatentCache,
         max_prefix_length: int,
     ) -> Array:
-        c, xp = self.config, self.module.xp
+        c = self.config
+        name = f"target.layers.{layer}.attention"
         batch, nodes, _ = x.shape
         query = self._linear(f"{name}.query", x).reshape(
             batch, nodes, c.num_heads, -1
@@ -186,19 +177,11 @@ class DemoModel:
         latent = self._linear(f"{name}.key_value", x)  # [B, N, kv_lora_rank + rope]
         ckv = self._norm(f"{name}.latent_norm", latent[..., : c.kv_lora_rank])
         kpe = self._rotate(latent[..., c.kv_lora_rank :], self.rotary[:, tree.positions])
-        rows = xp.arange(batch)[:, None], prefix_lengths[:, None] + xp.arange(nodes, dtype=np.int32)
-        cache[0][rows], cache[1][rows] = ckv, kpe
+        cache.write(layer, prefix_lengths, ckv, kpe)
         # The up-projection of the keys moves to the queries, and that of the values behind the sum.
         q_nope = self._by_head(query[..., : c.qk_nope_head_dim], f"{name}.key_up")  # [B, N, H, kv_lora_rank]
-        mixed, _ = verify_attention(
-            q_nope,
-            xp.ascontiguousarray(q_pe),
-            *cache,
-            tree,
-            sm_scale=c.sm_scale,
-            prefix_lengths=prefix_lengths,
-            max_prefix_length=max_prefix_length,
-            backend=self.module.backend,
+        mixed = cache.attend(
+            layer, q_nope, q_pe, tree, c.sm_scale, prefix_lengths, max_prefix_length
         )  # [B, N, H, kv_lora_rank]
         values = self._by_head(mixed, f"{name}.value_up").reshape(batch, nodes, -1)  # [B, N, H * v_head_dim]
         return self._linear(f"{name}.out", values)
@@ -271,19 +254,19 @@ class DemoModel:
         return self.module.xp.concatenate((first * cos - second * sin, first * sin + second * cos), axis=-1)
 
 
-def load_model(module: ArrayModule) -> DemoModel:
+def load_model(module: ArrayModule, dtype: str = DTYPES[0]) -> DemoModel:
     """Load the model that comes with the package, to where it is to run."""
     with as_file(files("numba_ddtree.data") / WEIGHTS) as path:
-        return read_model(path, module)
+        return read_model(path, module, dtype)
 
 
-def read_model(path: str | os.PathLike[str], module: ArrayModule) -> DemoModel:
+def read_model(path: str | os.PathLike[str], module: ArrayModule, dtype: str = DTYPES[0]) -> DemoModel:
     """Read a model that `tools/train_demo_model.py` wrote: bfloat16 in the file, float32 in memory.
 
     Raises
     ------
     ArgumentError
-        The file holds something else, or not all of it.
+        The file holds something else, or not all of it; a dtype that is none of `DTYPES`.
     OSError
         It cannot be read.
     """
@@ -296,16 +279,26 @@ def read_model(path: str | os.PathLike[str], module: ArrayModule) -> DemoModel:
     except (SafetensorError, KeyError) as error:
         expected = "a whole file that tools/train_demo_model.py wrote"
         raise ArgumentError(os.fspath(path), f"a damaged file ({error})", expected) from error
-    return make_model(config, module, weights)
+    return make_model(config, module, weights, dtype)
 
 
-def make_model(config: ModelConfig, module: ArrayModule, weights: Mapping[str, Array]) -> DemoModel:
-    """Make a model of weights that are already where it is to run."""
-    tables = (
+def make_model(
+    config: ModelConfig, module: ArrayModule, weights: Mapping[str, Array], dtype: str = DTYPES[0]
+) -> DemoModel:
+    """Make a model of weights that are already where it is to run.
+
+    In bfloat16 all products have one number of rows, so that what is rounded does not depend on how many
+    nodes are scored at once: a last bit of float32 would often be one of bfloat16 too.
+    """
+    if dtype not in DTYPES:
+        raise ArgumentError("dtype", repr(dtype), " or ".join(map(repr, DTYPES)))
+    if dtype != DTYPES[0]:
+        module = module.with_row_blocks()
+    rotary, draft_rotary = (
         module.xp.asarray(rotary_table(config, width))
         for width in (config.qk_rope_head_dim, config.draft_head_dim)
     )
-    return DemoModel(config, module, weights, *tables)
+    return DemoModel(config, module, weights, rotary, draft_rotary, dtype)
 
 
 def rotary_table(config: ModelConfig, width: int) -> NDArray[np.float32]:

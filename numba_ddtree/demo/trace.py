@@ -69,7 +69,7 @@ class Trace:
         }
         rows["trace/decoder"] = np.full(len(active), place, np.int32)
         rows["trace/round"] = np.full(len(active), self._rounds[place], np.int32)
-        rows["trace/prompt"] = active.astype(np.int32)
+        rows["trace/prompt"] = this_round.requests[active]
         self._rounds[place] += 1
         self._rows.append(rows)
 
