@@ -246,12 +246,12 @@ class DeviceLane(Lane):
         stream = self.stream
         for event in after:
             stream.wait(event)
-        if not self._timing:
-            self._graphs[name].launch(stream)
-            return stream.record(self._done)
-        stream.record(self._begun)
+        if self._timing:
+            stream.record(self._begun)
         self._graphs[name].launch(stream)
-        return stream.record(self._ended)
+        end = self._ended if self._timing else self._done
+        stream.record(end)
+        return end
 
     def wait_for(self, event: Any) -> None:
         """Let what is launched from now on come after an event, of whatever lane; the host goes on."""
