@@ -31,10 +31,12 @@ from numpy.typing import NDArray
 import numba_ddtree
 from inputs import link, make_parents
 from numba_ddtree import ArgumentError, DraftTree, TreeAttention, tree_attention_workspace_bytes
+from numba_ddtree.cuda_target import cuda
+from numba_ddtree.tree_attention.kernels import HOPPER_CAPABILITY
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ("tensor_cores",)
+KERNELS = ("tensor_cores", "hopper")
 REQUESTS = 32  # of a batch, each its own case
 BATCHES = 100
 SPLIT = 256  # keys of a split where tests cross its boundary
@@ -47,6 +49,8 @@ def library() -> Library:
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> str:
+    if request.param == "hopper" and tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
+        pytest.skip("this device has no products of whole warpgroups")
     return str(request.param)
 
 

@@ -151,8 +151,9 @@ class TreeAttention:
             the same bound give the same bits, also where one verifies trees and the other decodes with
             N = 1. ``"fastest"`` lets the device choose, by the lengths of each run, and gives that
             equality up.
-        kernel : {None, "tensor_cores", "shared_scores"}
-            By default the quickest for the dtype on this device.
+        kernel : {None, "tensor_cores", "hopper", "shared_scores"}
+            By default the quickest for the dtype on this device; ``"hopper"``, for compute capability 9.0,
+            on request alone.
         workspace_limit : int
             Bytes that partial results may take at once; where more are needed, a run goes in waves of tiles.
         workspace : array on the device, optional

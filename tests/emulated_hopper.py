@@ -1,0 +1,237 @@
+"""Runs the Hopper kernel's code on the host, case by case: ``python tests/emulated_hopper.py CASE...``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from emulated_warpgroups import MAPS, hopper_module, options, run_block
+from ml_dtypes import bfloat16
+from numpy.typing import NDArray
+
+hopper = hopper_module()
+
+from numba_ddtree import DraftTree  # noqa: E402  after the emulation is in place
+from numba_ddtree.refs.tree_attention import tree_attention  # noqa: E402
+from numba_ddtree.refs.tree_links import visibility_from_bits  # noqa: E402
+from numba_ddtree.tree_attention import path_blocks  # noqa: E402
+
+SCALE = 192**-0.5
+MAP_BYTES = 128
+FIRST_MAP = 4096
+MAX_KEYS = 2**30
+# Rounded to bfloat16 are the probabilities and, where outputs are not merged, outputs; 2^-9 each at most, and
+# about 2^-10 / sqrt(3) on average.
+RELATIVE = 3e-3
+ABSOLUTE_LSE = 1e-5
+
+
+@dataclass
+class Case:
+    """A call of the kernel."""
+
+    prefixes: list[int]
+    slots: int
+    heads: int
+    page_size: int | None = None
+    split_blocks: int = 64
+    workers: int = 1
+    counts: list[int] | None = None
+    is_float32: bool = False
+    sees_prefix: bool = True
+    is_late: bool = False
+    scale: float = SCALE
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "prefix alone": Case([200], 1, 64, page_size=64),
+    "one block": Case([20], 1, 64),
+    "shared groups": Case([100], 9, 16, page_size=16, workers=2),
+    "late": Case([100], 9, 16, page_size=64, workers=2, is_late=True),
+    "late pairs": Case([400], 9, 16, page_size=64, is_late=True),
+    "eight heads": Case([121], 9, 8),
+    "splits": Case([130], 5, 64, split_blocks=2, workers=2),
+    "late splits": Case([0, 63], 7, 12, page_size=7, split_blocks=1, workers=2, is_late=True),
+    "ragged": Case([70, 150], 9, 16, page_size=64, split_blocks=2, workers=3, counts=[5, 9]),
+    "float32": Case([100], 9, 16, page_size=16, split_blocks=1, workers=2, is_float32=True),
+    "tail": Case([100], 9, 16, page_size=16, split_blocks=1, sees_prefix=False),
+    "negative scale": Case([70], 3, 64, scale=-SCALE),
+}
+
+
+@dataclass
+class Inputs:
+    """Queries, a contiguous cache of fused rows, and trees."""
+
+    q_nope: NDArray[Any]
+    q_pe: NDArray[Any]
+    rows: NDArray[Any]
+    tree: DraftTree
+
+
+def random_inputs(case: Case, rng: np.random.Generator) -> Inputs:
+    batch, slots = len(case.prefixes), case.slots
+    parents = np.full((batch, slots), -1, np.int32)
+    for slot in range(1, slots):
+        parents[:, slot] = rng.integers(max(0, slot - 4), slot, batch)
+    tree = tree_of(case, parents)
+
+    def numbers(*shape: int) -> NDArray[Any]:
+        return (0.7 * rng.standard_normal(shape)).astype(bfloat16)
+
+    return Inputs(
+        numbers(batch, slots, case.heads, 512),
+        numbers(batch, slots, case.heads, 64),
+        numbers(batch, max(case.prefixes) + slots, 576),
+        tree,
+    )
+
+
+def tree_of(case: Case, parents: NDArray[np.int32]) -> DraftTree:
+    counts = case.counts or [case.slots] * len(case.prefixes)
+    return DraftTree.from_parents(
+        parents,
+        np.zeros_like(parents),
+        num_nodes=np.array(counts, np.int32),
+        prefix_lengths=np.array(case.prefixes, np.int32),
+        max_depth=case.slots - 1,
+        backend="numpy",
+    )
+
+
+def paged(case: Case, rows: NDArray[Any], rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any], int]:
+    """Return the cache [pages, page_size, 576], the page table and its entries a request; NaN is unused."""
+    batch, keys, width = rows.shape
+    if case.page_size is None:
+        return rows, np.zeros(0, np.int32), 0
+    each = -(-keys // case.page_size)
+    padded = np.full((batch, each * case.page_size, width), np.nan, bfloat16)
+    padded[:, :keys] = rows
+    table = rng.permutation(batch * each + 2)[: batch * each].astype(np.int32)
+    cache = np.full((batch * each + 2, case.page_size, width), np.nan, bfloat16)
+    cache[table] = padded.reshape(batch * each, case.page_size, width)
+    return cache, table, each
+
+
+def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Run the kernel's blocks one after the other, and merge splits; outputs in float32."""
+    options.is_late = case.is_late
+    cache, table, each = paged(case, given.rows, rng)
+    ckv, kpe = np.ascontiguousarray(cache[..., :512]), np.ascontiguousarray(cache[..., 512:])
+    pages, page_size = cache.shape[:2]
+    MAPS[FIRST_MAP], MAPS[FIRST_MAP + MAP_BYTES] = ckv, kpe
+    batch, slots, heads = given.q_nope.shape[:3]
+    tiles = batch * -(-slots * heads // 64)
+    max_splits = -(-(max(case.prefixes) + slots) // (64 * case.split_blocks))
+    out = np.full(given.q_nope.shape, np.nan, np.float32 if case.is_float32 else bfloat16)
+    lse = np.full(given.q_nope.shape[:3], np.nan, np.float32)
+    partials = np.full((max_splits, tiles * 64, 512), np.nan, np.float32)
+    sums = np.full((max_splits, tiles * 64, 2), np.nan, np.float32)
+    i32, i64, u64 = np.int32, np.int64, np.uint64
+    arguments = (
+        u64(given.q_nope.ctypes.data), i64(1024), u64(given.q_pe.ctypes.data), i64(128),
+        u64(ckv.ctypes.data), i64(1024), i64(1024 * page_size),
+        u64(kpe.ctypes.data), i64(128), i64(128 * page_size),
+        i32(page_size), i32(pages), table, np.zeros(0, np.int32), i32(each),
+        given.tree.ancestor_bits, given.tree.num_nodes, np.array(case.prefixes, np.int32),
+        i32(slots), i32(heads), i32(0), i32(tiles), i32(case.workers), i32(case.split_blocks),
+        i32(max_splits), i32(MAX_KEYS), u64(FIRST_MAP), i32(len(table) == 0 or page_size % 64 == 0),
+        i32(case.sees_prefix), np.float32(case.scale * math.log2(math.e)), partials, sums,
+        u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
+    )  # fmt: skip
+    kernel = hopper.make_kernel("bf16", "kernel")
+    for index in range(case.workers):
+        run_block(kernel, index, arguments)
+    merged = out.astype(np.float32)
+    merge(case, given.tree, partials, sums, merged, lse)
+    return merged, lse
+
+
+def merge(
+    case: Case, tree: DraftTree, partials: Any, sums: Any, out: NDArray[Any], lse: NDArray[Any]
+) -> None:
+    """Merge rows of several splits as the merging kernel does, and fill those of no node."""
+    _, slots, heads = lse.shape
+    lengths = visibility_from_bits(np.asarray(tree.ancestor_bits)).sum(-1)
+    for request, prefix in enumerate(case.prefixes):
+        used = int(np.asarray(tree.num_nodes)[request])
+        out[request, used:], lse[request, used:] = 0, -np.inf
+        for row in range(used * heads):
+            node, head = divmod(row, heads)
+            splits = -(-(prefix + int(lengths[request, node])) // (64 * case.split_blocks))
+            if splits > 1:
+                place = 64 * request * -(-slots * heads // 64) + row
+                largest = sums[:splits, place, 0].max()
+                weights = np.exp2(sums[:splits, place, 0] - largest)
+                total = (weights * sums[:splits, place, 1]).sum()
+                out[request, node, head] = (weights[:, None] * partials[:splits, place]).sum(0) / total
+                lse[request, node, head] = (largest + np.log2(total)) * math.log(2)
+
+
+def check_case(case: Case, rng: np.random.Generator) -> None:
+    given = random_inputs(case, rng)
+    out, lse = attend(case, given, rng)
+    rows = given.rows.copy()
+    want_out, want_lse = tree_attention(
+        given.q_nope, given.q_pe, rows[..., :512], rows[..., 512:], np.asarray(given.tree.ancestor_bits),
+        np.asarray(given.tree.num_nodes), np.array(case.prefixes, np.int32), case.scale, np.float64, None,
+        case.sees_prefix,
+    )  # fmt: skip
+    assert np.linalg.norm(out - want_out) <= RELATIVE * np.linalg.norm(want_out)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=ABSOLUTE_LSE)
+
+
+def check_alone(case: Case, rng: np.random.Generator) -> None:
+    """Check that nodes have the bits that their sequences have by themselves, all of it in the prefix."""
+    given = random_inputs(case, rng)
+    out, lse = attend(case, given, rng)
+    prefix = case.prefixes[0]
+    visibility = visibility_from_bits(np.asarray(given.tree.ancestor_bits))
+    for node in rng.choice(case.slots, 2, replace=False):
+        path = np.flatnonzero(visibility[0, node])
+        rows = np.ascontiguousarray(given.rows[:1, [*range(prefix), *(prefix + path)]])
+        alone = Case([prefix + len(path) - 1], 1, case.heads, split_blocks=case.split_blocks)
+        queries = [np.ascontiguousarray(each[:1, [node]]) for each in (given.q_nope, given.q_pe)]
+        root = tree_of(alone, np.full((1, 1), -1, np.int32))
+        out_alone, lse_alone = attend(alone, Inputs(*queries, rows, root), rng)
+        np.testing.assert_array_equal(out_alone[0, 0], out[0, node])
+        np.testing.assert_array_equal(lse_alone[0, 0], lse[0, node])
+
+
+def check_packing(rng: np.random.Generator) -> None:
+    """Check that each row sees its own keys of a block, each once and in its place of a group."""
+    for _ in range(300):
+        prefix, nodes = int(rng.integers(0, 130)), int(rng.integers(1, 20))
+        seen = prefix + rng.integers(1, rng.integers(2, 70), nodes)
+        for block in range(prefix // 64, -(-int(seen.max()) // 64)):
+            common, own, count = map(int, path_blocks.group_shape(prefix, block, int(seen.max())))
+            assert count >= 1
+            assert common + own * count <= path_blocks.GROUPS
+            for node in range(nodes):
+                place = node % count
+                bits = int(path_blocks.visible_columns(block, common, own, place, count, int(seen[node]), 0))
+                columns = [column for column in range(64) if bits >> column & 1]
+                moved = [c - 16 * own * place if c >= 16 * common else c for c in columns]
+                assert moved == list(range(max(0, min(64, int(seen[node]) - 64 * block))))
+                assert path_blocks.visible_columns(block, common, own, -1, count, int(seen[node]), 0) == 0
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        rng = np.random.default_rng(len(name))
+        if name == "packing":
+            check_packing(rng)
+        elif name == "alone":
+            check_alone(Case([100], 9, 16, page_size=16, workers=2), rng)
+            check_alone(Case([60], 6, 12, page_size=64, split_blocks=1, workers=2), rng)
+        else:
+            check_case(CASES[name], rng)
+        print(name, "is right", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

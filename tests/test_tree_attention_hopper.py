@@ -1,0 +1,35 @@
+"""The Hopper kernel's code, run on the host by emulated threads; tests of tensor cores run it on a device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EMULATION = Path(__file__).with_name("emulated_hopper.py")
+CASES = (
+    "packing",
+    "one block",
+    "prefix alone",
+    "shared groups",
+    "late",
+    "late pairs",
+    "late splits",
+    "ragged",
+    "float32",
+    "tail",
+    "negative scale",
+    "alone",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_emulated_threads_agree_with_the_reference(case: str) -> None:
+    # In a process of its own, whose modules are replaced.
+    done = subprocess.run(
+        [sys.executable, str(EMULATION), case], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{case} is right" in done.stdout
