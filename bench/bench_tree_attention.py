@@ -1,15 +1,45 @@
-"""`verify_attention` against the numpy reference in float32; its error against float64."""
+"""Tree attention: in float32 against the numpy reference, in bfloat16 against FlashMLA and torch.
+
+What begins with `bench_table` makes the table of `TreeAttention` in bfloat16, for the kernels that
+``--attention-kernels`` names. With ``--full-attention`` what begins with `bench_grid` times shapes of all
+kinds. The peers have the same queries and keys; FlashMLA (the package sgl-flash-mla, where it is installed)
+attends without a mask, and so to more.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.attention_bench import GRID, MAIN, AttentionBench
+from bench.attention_inputs import Inputs, Pool
+from bench.attention_shapes import SPLITS, TABLE, grid
 from numba_ddtree import DraftTree, verify_attention
 from numba_ddtree.cases import ATTENTION_CASES, AttentionCase, RoundInputs, reference_tree
 from numba_ddtree.refs import tree_attention as reference
 
-pytestmark = pytest.mark.parametrize("attention_case", ATTENTION_CASES, ids=lambda case: case.name)
+FLASH_MLA = "FlashMLA, no mask (device)"
+MATMULS = "torch, two matmuls and a softmax (device)"
+SDPA = "torch scaled_dot_product_attention (device)"
+ALLOWED = 2e-2
+"""Relative difference from torch's matmuls, which round scores to bfloat16 as well: sizes up to 8 by up to
+2^-6, so that weights change by about 1 %, not all the same way. A missing mask would change outputs by
+sqrt(N / (P + N)): 4 % at 32,768 keys."""
+
+of_float32 = pytest.mark.parametrize("attention_case", ATTENTION_CASES, ids=lambda case: case.name)
+peer_may_warn = pytest.mark.filterwarnings("ignore")
+of_table = pytest.mark.parametrize("shape", TABLE, ids=str)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    config = metafunc.config
+    if "kernel" in metafunc.fixturenames:
+        metafunc.parametrize("kernel", config.getoption("--attention-kernels").split(","))
+    if "grid_shape" in metafunc.fixturenames:
+        shapes = list(grid()) if config.getoption("--full-attention") else []
+        metafunc.parametrize("grid_shape", shapes, ids=str)
 
 
 def case_of(case: AttentionCase) -> dict[str, int]:
@@ -38,12 +68,9 @@ def flops_of(case: AttentionCase, inputs: RoundInputs) -> int:
     return 2 * keys * case.heads * (2 * case.latent + case.rope)
 
 
-@pytest.fixture(autouse=True)
-def group(benchmark, attention_case):
+@of_float32
+def bench_shared_scores(benchmark, kernel_bench, on_device, attention_case):
     benchmark.group = f"verify_attention {attention_case.name}"
-
-
-def bench_shared_scores(kernel_bench, on_device, attention_case):
     inputs = attention_case.inputs()
     attention = inputs.required_attention
     tree = DraftTree(*on_device(*reference_tree(inputs.draft)), max_depth=inputs.draft.max_depth)
@@ -74,7 +101,9 @@ def bench_shared_scores(kernel_bench, on_device, attention_case):
     )
 
 
-def bench_reference(peer_bench, attention_case):
+@of_float32
+def bench_reference(benchmark, peer_bench, attention_case):
+    benchmark.group = f"verify_attention {attention_case.name}"
     inputs = attention_case.inputs()
     peer_bench(
         "tree_attention",
@@ -82,3 +111,57 @@ def bench_reference(peer_bench, attention_case):
         "numpy reference",
         lambda: run_reference(inputs, np.float32),
     )
+
+
+@pytest.fixture(scope="session")
+def pools() -> list[Pool]:
+    """Hold the memory that all shapes share, once there is any."""
+    return []
+
+
+@pytest.fixture
+def attention_bench(request, recorder, torch, pools) -> AttentionBench:
+    if not pools:
+        pools.append(Pool(torch, "cuda"))
+    kernels = request.config.getoption("--attention-kernels").split(",")
+    return AttentionBench(torch, lambda: request.getfixturevalue("benchmark"), recorder, pools[0], kernels)
+
+
+@pytest.fixture
+def flash_mla() -> Any:
+    return pytest.importorskip("flash_mla")
+
+
+@of_table
+@pytest.mark.parametrize("split", SPLITS)
+def bench_table(attention_bench, kernel, shape, split):
+    out = attention_bench.kernel(MAIN, shape, split, kernel)
+    want = attention_bench.inputs(shape, MAIN.offsets[0]).packed_matmuls()().view_as(out)
+    assert float((out.float() - want.float()).norm() / want.float().norm()) < ALLOWED
+
+
+@of_table
+@peer_may_warn
+def bench_table_flash_mla(attention_bench, flash_mla, shape):
+    attention_bench.peer(MAIN, shape, FLASH_MLA, lambda inputs: inputs.flash_mla(flash_mla))
+
+
+@of_table
+@peer_may_warn
+def bench_table_matmuls(attention_bench, shape):
+    attention_bench.peer(MAIN, shape, MATMULS, Inputs.packed_matmuls)
+
+
+@of_table
+@peer_may_warn
+def bench_table_sdpa(attention_bench, shape):
+    attention_bench.peer(MAIN, shape, SDPA, Inputs.scaled_dot_product)
+
+
+def bench_grid(attention_bench, kernel, grid_shape):
+    attention_bench.kernel(GRID, grid_shape, "default", kernel)
+
+
+@peer_may_warn
+def bench_grid_flash_mla(attention_bench, flash_mla, grid_shape):
+    attention_bench.peer(GRID, grid_shape, FLASH_MLA, lambda inputs: inputs.flash_mla(flash_mla))

@@ -39,6 +39,15 @@ Case = dict[str, CaseValue]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--save-results", metavar="DIR", type=Path, help="write DIR/<operation>.json")
     parser.addoption("--commit", help="the commit that is measured, where git cannot tell")
+    parser.addoption(
+        "--full-attention", action="store_true", help="also time tree attention in shapes of all kinds"
+    )
+    parser.addoption(
+        "--attention-kernels",
+        metavar="NAME,...",
+        default="tensor_cores",
+        help="the kernels of 16-bit tree attention that are timed (default: %(default)s)",
+    )
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -91,19 +100,32 @@ class Recorder:
 
     def save(self, folder: Path, commit: str) -> None:
         """Write one file an operation that has a kernel's figures."""
-        for operation, cases in self._figures.items():
-            rows = [row for case, figures in cases.items() for row in _rows(dict(case), figures)]
-            if rows:
-                folder.mkdir(parents=True, exist_ok=True)
-                Results(
-                    operation=operation,
-                    device=device_name(),
-                    driver=driver_version(),
-                    date=datetime.date.today(),
-                    commit=commit,
-                    timing=self._timings.get(operation, TIMING),
-                    rows=rows,
-                ).save(folder / f"{operation}.json")
+        for operation in self.operations:
+            folder.mkdir(parents=True, exist_ok=True)
+            results = self.results(operation, device_name(), driver_version(), commit)
+            results.save(folder / f"{operation}.json")
+
+    @property
+    def operations(self) -> list[str]:
+        """What there are a kernel's figures of."""
+        return [
+            operation
+            for operation, cases in self._figures.items()
+            if any(figures.kernel is not None for figures in cases.values())
+        ]
+
+    def results(self, operation: str, device: str, driver: str, commit: str) -> Results:
+        """Return the figures of one operation."""
+        cases = self._figures[operation]
+        return Results(
+            operation=operation,
+            device=device,
+            driver=driver,
+            date=datetime.date.today(),
+            commit=commit,
+            timing=self._timings.get(operation, TIMING),
+            rows=[row for case, figures in cases.items() for row in _rows(dict(case), figures)],
+        )
 
 
 def _rows(case: Case, figures: Figures) -> list[Row]:
