@@ -290,16 +290,18 @@ def make_output_store(distance: int) -> Any:
         """Write a lane's pairs of row `within` of the item, the first at column `column`."""
         if int32(within) >= item.rows:
             return
+        splits = splits_of(state.seen[within], length)
+        if item.split >= splits:  # another row of the request sees more
+            return
         column = int64(column)
         row = int64(first + int64(within))
-        splits = splits_of(state.seen[within], length)
         total = row_total(state, within)
         is_first = column == int64(0)
         if splits == 1:
             store_row(results.out, row * int64(LATENT) + column, pairs, results.form)
             if is_first:
                 store_flat(results.lse, row, natural_log_sum(state.factors[within], total))
-        elif item.split < splits:
+        else:
             partial = int64(int64(item.split) * int64(results.partials.shape[1]) + wave_row + int64(within))
             offset = uint64((partial * int64(LATENT) + column) * int64(4))
             store_floats(uint64(address_of(results.partials) + offset), pairs)
