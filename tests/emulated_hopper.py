@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,37 +13,23 @@ from numpy.typing import NDArray
 
 hopper = hopper_module()
 
-from numba_ddtree import DraftTree  # noqa: E402  after the emulation is in place
-from numba_ddtree.refs.tree_attention import tree_attention  # noqa: E402
+from emulated_cases import (  # noqa: E402  after the emulation is in place
+    SCALE,
+    Case,
+    Inputs,
+    assert_close,
+    merge,
+    paged,
+    random_inputs,
+    tree_of,
+)
+
 from numba_ddtree.refs.tree_links import visibility_from_bits  # noqa: E402
 from numba_ddtree.tree_attention import path_blocks  # noqa: E402
 
-SCALE = 192**-0.5
 MAP_BYTES = 128
 FIRST_MAP = 4096
 MAX_KEYS = 2**30
-# Rounded to bfloat16 are the probabilities and, where outputs are not merged, outputs; 2^-9 each at most, and
-# about 2^-10 / sqrt(3) on average.
-RELATIVE = 3e-3
-ABSOLUTE_LSE = 1e-5
-
-
-@dataclass
-class Case:
-    """A call of the kernel."""
-
-    prefixes: list[int]
-    slots: int
-    heads: int
-    page_size: int | None = None
-    split_blocks: int = 64
-    workers: int = 1
-    counts: list[int] | None = None
-    is_float32: bool = False
-    sees_prefix: bool = True
-    is_late: bool = False
-    scale: float = SCALE
-    fields: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -61,60 +46,6 @@ CASES = {
     "tail": Case([100], 9, 16, page_size=16, split_blocks=1, sees_prefix=False),
     "negative scale": Case([70], 3, 64, scale=-SCALE),
 }
-
-
-@dataclass
-class Inputs:
-    """Queries, a contiguous cache of fused rows, and trees."""
-
-    q_nope: NDArray[Any]
-    q_pe: NDArray[Any]
-    rows: NDArray[Any]
-    tree: DraftTree
-
-
-def random_inputs(case: Case, rng: np.random.Generator) -> Inputs:
-    batch, slots = len(case.prefixes), case.slots
-    parents = np.full((batch, slots), -1, np.int32)
-    for slot in range(1, slots):
-        parents[:, slot] = rng.integers(max(0, slot - 4), slot, batch)
-    tree = tree_of(case, parents)
-
-    def numbers(*shape: int) -> NDArray[Any]:
-        return (0.7 * rng.standard_normal(shape)).astype(bfloat16)
-
-    return Inputs(
-        numbers(batch, slots, case.heads, 512),
-        numbers(batch, slots, case.heads, 64),
-        numbers(batch, max(case.prefixes) + slots, 576),
-        tree,
-    )
-
-
-def tree_of(case: Case, parents: NDArray[np.int32]) -> DraftTree:
-    counts = case.counts or [case.slots] * len(case.prefixes)
-    return DraftTree.from_parents(
-        parents,
-        np.zeros_like(parents),
-        num_nodes=np.array(counts, np.int32),
-        prefix_lengths=np.array(case.prefixes, np.int32),
-        max_depth=case.slots - 1,
-        backend="numpy",
-    )
-
-
-def paged(case: Case, rows: NDArray[Any], rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any], int]:
-    """Return the cache [pages, page_size, 576], the page table and its entries a request; NaN is unused."""
-    batch, keys, width = rows.shape
-    if case.page_size is None:
-        return rows, np.zeros(0, np.int32), 0
-    each = -(-keys // case.page_size)
-    padded = np.full((batch, each * case.page_size, width), np.nan, bfloat16)
-    padded[:, :keys] = rows
-    table = rng.permutation(batch * each + 2)[: batch * each].astype(np.int32)
-    cache = np.full((batch * each + 2, case.page_size, width), np.nan, bfloat16)
-    cache[table] = padded.reshape(batch * each, case.page_size, width)
-    return cache, table, each
 
 
 def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -151,38 +82,10 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
     return merged, lse
 
 
-def merge(
-    case: Case, tree: DraftTree, partials: Any, sums: Any, out: NDArray[Any], lse: NDArray[Any]
-) -> None:
-    """Merge rows of several splits as the merging kernel does, and fill those of no node."""
-    _, slots, heads = lse.shape
-    lengths = visibility_from_bits(np.asarray(tree.ancestor_bits)).sum(-1)
-    for request, prefix in enumerate(case.prefixes):
-        used = int(np.asarray(tree.num_nodes)[request])
-        out[request, used:], lse[request, used:] = 0, -np.inf
-        for row in range(used * heads):
-            node, head = divmod(row, heads)
-            splits = -(-(prefix + int(lengths[request, node])) // (64 * case.split_blocks))
-            if splits > 1:
-                place = 64 * request * -(-slots * heads // 64) + row
-                largest = sums[:splits, place, 0].max()
-                weights = np.exp2(sums[:splits, place, 0] - largest)
-                total = (weights * sums[:splits, place, 1]).sum()
-                out[request, node, head] = (weights[:, None] * partials[:splits, place]).sum(0) / total
-                lse[request, node, head] = (largest + np.log2(total)) * math.log(2)
-
-
 def check_case(case: Case, rng: np.random.Generator) -> None:
     given = random_inputs(case, rng)
     out, lse = attend(case, given, rng)
-    rows = given.rows.copy()
-    want_out, want_lse = tree_attention(
-        given.q_nope, given.q_pe, rows[..., :512], rows[..., 512:], np.asarray(given.tree.ancestor_bits),
-        np.asarray(given.tree.num_nodes), np.array(case.prefixes, np.int32), case.scale, np.float64, None,
-        case.sees_prefix,
-    )  # fmt: skip
-    assert np.linalg.norm(out - want_out) <= RELATIVE * np.linalg.norm(want_out)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=ABSOLUTE_LSE)
+    assert_close(case, given, out, lse)
 
 
 def check_alone(case: Case, rng: np.random.Generator) -> None:

@@ -19,7 +19,8 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
@@ -32,12 +33,11 @@ from numba_ddtree import cuda_target
 TIMEOUT = 60.0
 SHARED_BASE = 1024
 SHARED_BYTES = 227 * 1024
-THREADS = 384
 WARPGROUP = 128
 BOX_BYTES = 64 * 128
 MAPS: dict[int, np.ndarray[Any, Any]] = {}
 """By the address that a kernel is given for it: an array [pages, page_size, width]."""
-options = types.SimpleNamespace(is_late=False)
+options = types.SimpleNamespace(is_late=False, threads=384)
 local = threading.local()
 np.seterr(all="ignore")
 
@@ -91,9 +91,9 @@ class Block:
         self.changed = threading.Condition()
         self.barriers: dict[int, Barrier] = {}
         self.named = {name: [0, 0] for name in range(16)}  # arrivals, generation
-        self.warps = [Meeting(32) for _ in range(THREADS // 32)]
-        self.warpgroups = [Meeting(WARPGROUP) for _ in range(THREADS // WARPGROUP)]
-        self.all = Meeting(THREADS)
+        self.warps = [Meeting(32) for _ in range(options.threads // 32)]
+        self.warpgroups = [Meeting(WARPGROUP) for _ in range(options.threads // WARPGROUP)]
+        self.all = Meeting(options.threads)
         self.copies: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self.faults: list[str] = []
 
@@ -523,8 +523,9 @@ def natural_log_sum(maximum: Any, total: Any) -> Any:
     return FLOAT((FLOAT(maximum) + FLOAT(np.log2(FLOAT(total)))) * FLOAT(math.log(2)))
 
 
-def hopper_module() -> Any:
-    """Import the kernel's module with everything under it emulated."""
+@contextmanager
+def emulated(emulations: dict[str, dict[str, Any]]) -> Iterator[None]:
+    """Emulate Numba's target, and modules of `numba_ddtree.device`, for kernels that are imported within."""
     # As they are in the simulator, and with Numba's own target.
     import numba_ddtree.device as device
     import numba_ddtree.device.memory
@@ -544,16 +545,21 @@ def hopper_module() -> Any:
     changed.warp_broadcast = lambda value, lane: in_warp(value)[int(lane)]
     changed.warp_running_sum = lambda value: np.int32(sum(map(int, in_warp(value)[: local.thread % 32 + 1])))
     constants = {name: value for name, value in vars(tile).items() if isinstance(value, int)}
-    for name, functions in EMULATIONS.items():
+    for name, functions in emulations.items():
         module = Emulated(f"numba_ddtree.device.{name}")
         vars(module).update(functions | (constants if name == "tile" else {}))
         sys.modules[module.__name__] = module
         setattr(device, name, module)
     target.SIMULATED = False
-    from numba_ddtree.tree_attention import hopper, outputs
-
+    yield
     target.SIMULATED = True
-    changed = hopper
+
+
+def hopper_module() -> Any:
+    """Import the kernel's module with everything under it emulated."""
+    with emulated(EMULATIONS):
+        from numba_ddtree.tree_attention import hopper, outputs
+    changed: Any = hopper
     changed.natural_log_sum = outputs.natural_log_sum = natural_log_sum
     return hopper
 
@@ -586,7 +592,9 @@ def run_block(kernel: Callable[..., None], index: int, arguments: tuple[Any, ...
     threading.stack_size(512 * 1024)
     copier = threading.Thread(target=copy, daemon=True)
     copier.start()
-    threads = [threading.Thread(target=work, args=(thread,), daemon=True) for thread in range(THREADS)]
+    threads = [
+        threading.Thread(target=work, args=(thread,), daemon=True) for thread in range(options.threads)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

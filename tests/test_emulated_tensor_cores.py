@@ -1,0 +1,22 @@
+"""The code of both kernels of `mma.sync`, run on the host by emulated threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EMULATION = Path(__file__).with_name("emulated_tensor_cores.py")
+CASES = ("one block", "prefix alone", "splits", "ragged", "tail")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_kernels_agree_with_the_reference_and_each_other(case: str) -> None:
+    # In a process of its own, whose modules are replaced.
+    done = subprocess.run(
+        [sys.executable, str(EMULATION), case], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{case} is right" in done.stdout
