@@ -2,13 +2,15 @@
 
 Each row of logits is cut into tiles, and each block takes the same number of neighbouring tiles, which
 are a piece of one row, or of two or more; a whole row, or one of its equal parts, where these are nearly
-as many as blocks run at once. Of each piece it finds the best candidates, and sums what is not among them
-(`device/candidate_scan.py`). A second kernel merges a row's pieces, sorts, and turns logits into log-probs
-(`device/candidate_merge.py`).
+as many as blocks run at once, or where the caller says how many parts a row has. Of each piece it finds
+the best candidates, and sums what is not among them (`device/candidate_scan.py`). A second kernel merges a
+row's pieces, sorts, and turns logits into log-probs (`device/candidate_merge.py`).
 
 The sum of the exponentials is exact enough for log-probs near 0 to be right: the best candidate's own
 is left out of the sum s, so that its log-prob is -log1p(s). Those that leave are summed as integers,
-since they leave in no certain order, and everything else in a fixed one.
+since they leave in no certain order, and everything else in a fixed one. That order is a row's own where
+its number of parts is given: quads then begin with the row, whatever its address, and not at multiples of
+their size.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from numba_ddtree.arrays import (
 )
 from numba_ddtree.device.candidate_merge import merge_pieces_kernel
 from numba_ddtree.device.candidate_scan import (
+    FIRST_TILES,
     STRIDE,
     first_maxima_of,
     scan_bytes_of,
@@ -94,7 +97,8 @@ SCAN_LOGITS = Kernel(
     scan_logits_kernel,
     tuple(
         f"void({logits}[:, :, ::1], {temperatures}[::1], {bitmask}[::1], {bias}[::1], "
-        "float32, int32, int32, int32, int32, int32, int32, int32, int64[:, ::1])"
+        f"float32, int32, {misalignment}, int32, int32, int32, int32, int32, int64[:, ::1])"
+        for misalignment in ("int32", "boolean")
         for logits in _LOGITS
         for temperatures, bitmask, bias in _GIVEN.values()
     ),
@@ -121,28 +125,75 @@ class Plan(NamedTuple):
     growth: int
 
 
-def _plan(rows: int, vocabulary: int, k: int, has_aligned_rows: bool) -> Plan:
-    # Of one candidate there is no telling how far below it the rest of the row is, of two there is.
-    wanted = max(k, 2)
-    growth = max(LEAST_GROWTH, int(GROWTH * wanted))
-    growth += (wanted + growth) % 2  # an even number of keys, so that quads are at multiples of their size
+def _plan(
+    rows: int, vocabulary: int, k: int, has_aligned_rows: bool, pieces_per_row: int | None = None
+) -> Plan:
+    wanted, growth = _kept(k)
+    if pieces_per_row is not None:
+        row_tiles = -(-vocabulary // TILE)
+        return Plan(rows * min(pieces_per_row, row_tiles), row_tiles, wanted, growth)
     row_tiles = -(-(vocabulary + (0 if has_aligned_rows else 3)) // TILE)
-    piece_tiles = max(2 * STRIDE, PIECE_SHARE * wanted // TILE)
-    together = multiprocessors() * _blocks_per_processor(scan_bytes_of(wanted, growth))
-    blocks = min(together, -(-rows * row_tiles // piece_tiles))
+    blocks = min(_blocks_together(wanted, growth), -(-rows * row_tiles // _least_tiles(wanted)))
     # A piece costs its block time that it does not read in, and rows have fewer pieces where cuts meet.
     aligned = blocks // max(rows, 1) * rows
     return Plan(aligned if aligned >= ALIGNED_SHARE * blocks else blocks, row_tiles, wanted, growth)
 
 
-def _blocks_per_processor(shared_bytes: int) -> int:
-    """Blocks of the scan that a multiprocessor runs at once."""
-    by_memory = shared_memory_of_processor() // (shared_bytes + RESERVED_SHARED_BYTES)
-    return max(1, min(BLOCKS_PER_PROCESSOR, by_memory))
+def _kept(k: int) -> tuple[int, int]:
+    """Return how many candidates of each piece are kept, and how many enter before the threshold rises."""
+    # Of one candidate there is no telling how far below it the rest of the row is, of two there is.
+    wanted = max(k, 2)
+    growth = max(LEAST_GROWTH, int(GROWTH * wanted))
+    growth += (wanted + growth) % 2  # an even number of keys, so that quads are at multiples of their size
+    return wanted, growth
+
+
+def _least_tiles(wanted: int) -> int:
+    """Tiles that a piece has at least, unless the caller says how many pieces there are."""
+    return max(2 * STRIDE, PIECE_SHARE * wanted // TILE)
+
+
+def _blocks_together(wanted: int, growth: int) -> int:
+    """Blocks of the scan that the current device runs at once."""
+    shared_bytes = scan_bytes_of(wanted, growth) + RESERVED_SHARED_BYTES
+    of_processor = max(1, min(BLOCKS_PER_PROCESSOR, shared_memory_of_processor() // shared_bytes))
+    return multiprocessors() * of_processor
+
+
+def best_pieces_per_row(batch: int, depth: int, vocabulary: int, k: int, device_id: int | None = None) -> int:
+    """Choose `pieces_per_row` of `draft_topk` for logits [batch, depth, vocabulary], which rounds use.
+
+    Of the numbers whose pieces are worth a block, the one that is expected to take the least time, the
+    smallest of several: a block takes its piece's tiles, and those of the first look, and blocks run in as
+    many turns as the device needs for all.
+
+    Parameters
+    ----------
+    batch, depth, vocabulary, k : int
+    device_id : int, optional
+        The logits' device, whose multiprocessors count; by default the current one.
+    """
+    _check_sizes(batch, depth, vocabulary, k)
+    wanted, growth = _kept(k)
+    with device_context(device_id):
+        together = _blocks_together(wanted, growth)
+    row_tiles = -(-vocabulary // TILE)
+
+    def cost(pieces: int) -> int:
+        turns = -(-batch * depth * pieces // together)
+        return turns * (-(-row_tiles // pieces) + FIRST_TILES)
+
+    return min(range(1, max(1, row_tiles // _least_tiles(wanted)) + 1), key=cost)
 
 
 def draft_topk_workspace_shape(
-    batch: int, depth: int, vocabulary: int, k: int, device_id: int | None = None
+    batch: int,
+    depth: int,
+    vocabulary: int,
+    k: int,
+    device_id: int | None = None,
+    *,
+    pieces_per_row: int | None = None,
 ) -> tuple[int, int]:
     """Shape of the int64 workspace that `draft_topk` takes for logits [batch, depth, vocabulary].
 
@@ -151,15 +202,28 @@ def draft_topk_workspace_shape(
     batch, depth, vocabulary, k : int
     device_id : int, optional
         The logits' device, whose multiprocessors count; by default the current one.
+    pieces_per_row : int, optional
+        As it is given to `draft_topk`.
     """
+    _check_sizes(batch, depth, vocabulary, k)
+    pieces_per_row = _check_pieces(pieces_per_row)
+    with device_context(device_id):
+        plan = _plan(batch * depth, vocabulary, k, False, pieces_per_row)
+    # A piece begins with a row or with a block.
+    return max(0, batch * depth + plan.blocks - 1), HEADER + plan.wanted
+
+
+def _check_sizes(batch: int, depth: int, vocabulary: int, k: int) -> None:
     check_count("batch", batch, 0, np.iinfo(np.int32).max)
     check_count("depth", depth, 1, np.iinfo(np.int32).max)
     check_count("vocabulary", vocabulary, 1, MAX_VOCABULARY)
     check_count("k", k, 1, min(vocabulary, MAX_K))
-    with device_context(device_id):
-        plan = _plan(batch * depth, vocabulary, k, False)
-    # A piece begins with a row or with a block.
-    return max(0, batch * depth + plan.blocks - 1), HEADER + plan.wanted
+
+
+def _check_pieces(pieces_per_row: int | None) -> int | None:
+    if pieces_per_row is None:
+        return None
+    return check_count("pieces_per_row", pieces_per_row, 1, np.iinfo(np.int32).max)
 
 
 def draft_topk(
@@ -169,6 +233,7 @@ def draft_topk(
     temperature: float | Array = 1.0,
     token_bitmask: Array | None = None,
     bias: Array | None = None,
+    pieces_per_row: int | None = None,
     workspace: Array | None = None,
     out: DraftCandidates | None = None,
     stream: StreamLike = None,
@@ -189,7 +254,8 @@ def draft_topk(
     other rows are untouched.
 
     Deterministic: the same call gives the same bits on the same kind of device. The same row in another
-    batch has the same ids, and log-probs that may differ in the last place.
+    batch, at another place or address, has the same ids, and with `pieces_per_row` the same bits; without
+    it, log-probs that may differ in the last place.
 
     Parameters
     ----------
@@ -204,6 +270,11 @@ def draft_topk(
         it holds for all positions of the request.
     bias : float32 [V], optional
         Added to the logits; -inf forbids a token.
+    pieces_per_row : int, optional
+        Into how many pieces each row is cut, at most one for each 1024 tokens; a row's bits then depend on
+        it, on the row and on this number alone. By default rows are cut as is quickest for all together.
+        Where V is no multiple of 4, or the logits' address none of four numbers', a given number has
+        logits loaded one by one, which is slower. The reference has no pieces.
     workspace : int64 of shape `draft_topk_workspace_shape`, optional
         Memory on the device for the call's own use, of any content. Allocated by default. Calls that
         may run at the same time need one each.
@@ -240,6 +311,7 @@ def draft_topk(
     )
     _check_shapes(views)
     k = check_count("k", k, 1, min(views["logits"].shape[2], MAX_K))
+    pieces_per_row = _check_pieces(pieces_per_row)
     default = _check_temperature(temperature) if has_one_temperature else 1.0
     if out is not None and not isinstance(out, DraftCandidates):
         raise ArgumentError("out", type(out).__name__, "a numba_ddtree.DraftCandidates")
@@ -253,7 +325,7 @@ def draft_topk(
                 return result
             copy_to_outputs(result._asdict(), out._asdict())
             return out
-    return _launch(placement, views, k, default, workspace, out, stream)
+    return _launch(placement, views, k, default, pieces_per_row, workspace, out, stream)
 
 
 def _check_shapes(views: dict[str, Any]) -> None:
@@ -332,6 +404,7 @@ def _launch(
     views: dict[str, Any],
     k: int,
     default_temperature: float,
+    pieces_per_row: int | None,
     workspace: Array | None,
     out: DraftCandidates | None,
     stream: StreamLike,
@@ -345,8 +418,10 @@ def _launch(
         temperatures = transfer.input(views["temperature"])
         misalignment = _misalignment(given)
         has_aligned_rows = misalignment == 0 and vocabulary % 4 == 0
-        plan = _plan(batch * depth, vocabulary, k, has_aligned_rows)
-        pieces = _workspace(transfer, views["logits"].shape, k, workspace)
+        begins_with_row = pieces_per_row is not None and not has_aligned_rows
+        plan = _plan(batch * depth, vocabulary, k, has_aligned_rows, pieces_per_row)
+        shape = draft_topk_workspace_shape(batch, depth, vocabulary, k, pieces_per_row=pieces_per_row)
+        pieces = _workspace(transfer, shape, workspace)
         transfer.launch(
             SCAN_LOGITS,
             plan.blocks,
@@ -356,7 +431,7 @@ def _launch(
             transfer.input(views["bias"]),
             np.float32(default_temperature),
             np.int32(depth if bitmask is not None and len(bitmask.shape) == 2 else 1),
-            np.int32(misalignment),
+            np.bool_(True) if begins_with_row else np.int32(misalignment),
             *map(np.int32, (plan.row_tiles, plan.wanted, plan.growth)),
             np.int32(first_maxima_of(plan.wanted, plan.growth)),
             np.int32(strides_of(plan.wanted)),
@@ -377,14 +452,12 @@ def _launch(
         return DraftCandidates(**transfer.results())
 
 
-def _workspace(transfer: Transfer, shape: tuple[int, ...], k: int, workspace: Array | None) -> Any:
+def _workspace(transfer: Transfer, shape: tuple[int, int], workspace: Array | None) -> Any:
     """Return the caller's workspace as the kernels' argument, or a new one."""
-    batch, depth, vocabulary = shape
-    wanted = draft_topk_workspace_shape(batch, depth, vocabulary, k)
     if workspace is None:
-        return transfer.scratch(wanted, np.int64)
+        return transfer.scratch(shape, np.int64)
     placement, views = gather(workspace=workspace)
     if placement.on_host:
         raise ArgumentError("workspace", "an array on the host", "an array on the device")
-    check_array("workspace", views["workspace"], (np.int64,), pieces=wanted[0], words=wanted[1])
+    check_array("workspace", views["workspace"], (np.int64,), pieces=shape[0], words=shape[1])
     return views["workspace"]

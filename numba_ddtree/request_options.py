@@ -20,6 +20,7 @@ StageOptions: TypeAlias = Mapping[str, Mapping[str, Any]]
 BUDGETS: Option = "round", "budgets"
 OF_LANES = frozenset({("compact_kv", name) for name in ("block_table", "kv_indptr", "kv_indices")})
 OF_ALL = frozenset({("draft_topk", "bias"), ("build_tree", "verify_cost")})
+PIECES: Option = "draft_topk", "pieces_per_row"
 STOP_TOKENS: Option = "accept_tree", "stop_token_ids"
 
 

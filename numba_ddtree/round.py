@@ -152,6 +152,8 @@ class DDTreeRound:
             The functions are `draft_topk`, `build_tree`, `choose_tokens`, `accept_tree` and `compact_kv`.
             Numbers are fixed by the plan. Arrays are kept and read at every round, so that a caller changes
             them in place: temperatures, seeds, request ids, masks, stop tokens, page tables.
+            ``pieces_per_row`` of `draft_topk` is by default `best_pieces_per_row` of the plan's sizes, so
+            that a request's bits depend on B, not on its place; None has rows cut as is quickest.
         library : {"torch", "cupy", "numba"}, optional
             Whose arrays the round's are; by default those of the caches, or numba's.
         device_id : int, optional

@@ -10,19 +10,27 @@ from numpy.typing import DTypeLike, NDArray
 
 from numba_ddtree.arrays import HOST, StreamLike, check_count
 from numba_ddtree.device_group import DeviceGroup, as_core_stream, of_each_lane
+from numba_ddtree.draft_candidates import best_pieces_per_row
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.kv_caches import KVCaches
 from numba_ddtree.lane_split import Places
 from numba_ddtree.lanes import Capturable, DeviceLane, Lane
 from numba_ddtree.refs.round_state import NO_LIMIT
-from numba_ddtree.request_options import BUDGETS, Option, StageOptions, checked_rows, merged, split_options
+from numba_ddtree.request_options import (
+    BUDGETS,
+    PIECES,
+    Option,
+    StageOptions,
+    checked_rows,
+    merged,
+    split_options,
+)
 from numba_ddtree.round import DDTreeRound
 from numba_ddtree.round_gather import ResultGatherer
-from numba_ddtree.round_plan import MAX_BATCH
+from numba_ddtree.round_plan import MAX_BATCH, check_sizes, checked_width
 from numba_ddtree.round_state import checked_start
 from numba_ddtree.tree import AcceptResult, Array, DraftTree
 from numba_ddtree.tree_accept import result_shapes
-from numba_ddtree.tree_build import MAX_BUDGET
 from numba_ddtree.workspace import Field, allocate
 
 ROUND = "round"
@@ -40,9 +48,10 @@ class RoundLanes:
     a request's work being its prefix and its tree (`numba_ddtree.lane_split.split_requests`). Lengths count
     as they were when their requests began, and finished requests count until others begin in their places.
 
-    What the stages give a request does not depend on the rest of the batch, bar the last place of the
-    log-probs of `draft_topk`, and draws are keyed by the request's number here, not by its place in a lane:
-    results are those of one lane.
+    What the stages give a request does not depend on the rest of the batch, since every lane's `draft_topk`
+    cuts a row into as many pieces as that of a `DDTreeRound` of the whole batch would; and draws are keyed by
+    the request's number here, not by its place in a lane. On devices of one kind, results are to the bit
+    those of one `DDTreeRound` of the same sizes and options.
 
     Attributes
     ----------
@@ -122,7 +131,9 @@ class RoundLanes:
             As for `DDTreeRound.plan`, in the caller's order. Arrays are the host's with a row for each
             request, which is read when the request begins; but ``bias``, ``verify_cost`` and
             ``stop_token_ids`` of one dimension are for all requests, and have to be where the lanes are.
-            Without ``request_ids``, draws are keyed by the requests' numbers.
+            Without ``request_ids``, draws are keyed by the requests' numbers. Without ``pieces_per_row`` of
+            `draft_topk`, it is for every lane what a `DDTreeRound` of B requests would use on the first
+            lane's device; of small lanes, more pieces may be quicker.
         lane_options : sequence of dicts of dicts, optional
             Further options of each lane: arrays on its device with a row for each of its places, read at
             every round. Page tables are among these.
@@ -141,8 +152,8 @@ class RoundLanes:
         ArgumentError, BackendError, LaneError
             As from `DDTreeRound.plan`, with the lane's name.
         """
-        check_count("max_batch", max_batch, 1, MAX_BATCH)
-        check_count("budget", budget, 0, MAX_BUDGET)
+        check_sizes(max_batch, draft_length, vocabulary, budget)
+        width = checked_width(k, vocabulary, budget)
         if not isinstance(devices, DeviceGroup):
             raise ArgumentError("devices", type(devices).__name__, "a DeviceGroup")
         equal = [-(-max_batch // len(devices))] * len(devices)
@@ -152,6 +163,10 @@ class RoundLanes:
         if budgets is not None:
             of_each[BUDGETS] = checked_rows("budgets", budgets, max_batch).astype(np.int32)
         of_each.setdefault(("choose_tokens", "request_ids"), np.arange(max_batch, dtype=np.int32))
+        if not devices.on_host:
+            device_id = devices.home.device_id
+            pieces = best_pieces_per_row(max_batch, draft_length, vocabulary, width, device_id)
+            for_all.setdefault(PIECES, pieces)
         rounds, lane_rows = [], []
         for lane, own_caches, own in zip(
             devices,

@@ -13,7 +13,13 @@ from numpy.typing import DTypeLike
 from numba_ddtree.arrays import FLOAT_DTYPES, HOST, Placement, check_count
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.devices import require_device
-from numba_ddtree.draft_candidates import MAX_K, MAX_VOCABULARY, draft_topk, draft_topk_workspace_shape
+from numba_ddtree.draft_candidates import (
+    MAX_K,
+    MAX_VOCABULARY,
+    best_pieces_per_row,
+    draft_topk,
+    draft_topk_workspace_shape,
+)
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.kv_caches import KVCaches
 from numba_ddtree.kv_compact import compact_kv
@@ -66,7 +72,7 @@ class RoundPlan:
     budgets : array or None
     caches : KVCaches or None
     options : dict of dicts
-        Of every stage, by the function's name.
+        Of every stage, by the function's name; on a device with `pieces_per_row` of `draft_topk`.
     """
 
     max_batch: int
@@ -100,25 +106,27 @@ class RoundPlan:
         backend: str | None,
     ) -> RoundPlan:
         """Check the parameters of `DDTreeRound.plan`, and fill in defaults."""
-        check_count("max_batch", max_batch, 1, MAX_BATCH)
-        check_count("draft_length", draft_length, 1, MAX_DEPTH)
-        check_count("vocabulary", vocabulary, 1, MAX_VOCABULARY)
-        check_count("budget", budget, 0, MAX_BUDGET)
-        widest = min(vocabulary, MAX_K)
+        check_sizes(max_batch, draft_length, vocabulary, budget)
         if caches is not None and not isinstance(caches, KVCaches):
             raise ArgumentError("caches", type(caches).__name__, "caches that KVCaches.plan made")
+        k = checked_width(k, vocabulary, budget)
+        placement = _checked_placement(library, device_id, backend, caches)
+        of_stages = _checked_options(options)
+        if not placement.on_host:
+            pieces = best_pieces_per_row(max_batch, draft_length, vocabulary, k, placement.device_id)
+            of_stages["draft_topk"].setdefault("pieces_per_row", pieces)
         return cls(
             max_batch=max_batch,
             draft_length=draft_length,
             vocabulary=vocabulary,
             budget=budget,
-            k=max(1, min(budget, widest)) if k is None else check_count("k", k, 1, widest),
+            k=k,
             draft_dtype=_checked_dtype("draft_dtype", draft_dtype),
             target_dtype=_checked_dtype("target_dtype", target_dtype),
-            placement=_checked_placement(library, device_id, backend, caches),
+            placement=placement,
             budgets=budgets,
             caches=caches,
-            options=_checked_options(options),
+            options=of_stages,
         )
 
     def fields(self) -> dict[str, dict[str, Field]]:
@@ -142,9 +150,27 @@ class RoundPlan:
         }
         if not self.placement.on_host:
             sizes = batch, self.draft_length, self.vocabulary, self.k
-            pieces = draft_topk_workspace_shape(*sizes, self.placement.device_id)
-            groups["draft_topk"] = {"workspace": Field(pieces, np.int64)}
+            shape = draft_topk_workspace_shape(
+                *sizes,
+                self.placement.device_id,
+                pieces_per_row=self.options["draft_topk"]["pieces_per_row"],
+            )
+            groups["draft_topk"] = {"workspace": Field(shape, np.int64)}
         return groups
+
+
+def check_sizes(max_batch: int, draft_length: int, vocabulary: int, budget: int) -> None:
+    """Check the sizes of `DDTreeRound.plan`."""
+    check_count("max_batch", max_batch, 1, MAX_BATCH)
+    check_count("draft_length", draft_length, 1, MAX_DEPTH)
+    check_count("vocabulary", vocabulary, 1, MAX_VOCABULARY)
+    check_count("budget", budget, 0, MAX_BUDGET)
+
+
+def checked_width(k: int | None, vocabulary: int, budget: int) -> int:
+    """Return the candidates of a position: by default as many as the budget can use."""
+    widest = min(vocabulary, MAX_K)
+    return max(1, min(budget, widest)) if k is None else check_count("k", k, 1, widest)
 
 
 def _checked_dtype(name: str, dtype: Any) -> np.dtype[Any]:

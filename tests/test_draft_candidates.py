@@ -22,6 +22,7 @@ from topk_checks import (
     ULPS,
     assert_candidates,
     bad_rows,
+    check_bits_in_any_batch,
     check_topk,
     make_logits,
     make_mask,
@@ -34,7 +35,13 @@ from inputs import build
 from numba_ddtree import ArgumentError, TreeStatus, draft_candidates
 from numba_ddtree.device.candidate_scan import FIRST_TILES, STRIDE, first_maxima_of, strides_of
 from numba_ddtree.device.candidates import HEADER, THREADS, capacity_of, shared_bytes_of
-from numba_ddtree.draft_candidates import DraftCandidates, draft_topk, draft_topk_workspace_shape
+from numba_ddtree.draft_candidates import (
+    TILE,
+    DraftCandidates,
+    best_pieces_per_row,
+    draft_topk,
+    draft_topk_workspace_shape,
+)
 from numba_ddtree.refs import draft_candidates as reference
 
 ONE = np.ones(1, np.float32)
@@ -172,6 +179,8 @@ LOGITS = np.zeros((B, L, V), np.float32)
         ({"bias": np.full(V, np.inf, np.float32)}, r"^bias\[0\]: got inf"),
         ({"out": (LOGITS, LOGITS)}, r"^out: got tuple; expected a numba_ddtree\.DraftCandidates"),
         ({"out": DraftCandidates(LOGITS, LOGITS)}, r"^out, log_probs: got"),
+        ({"pieces_per_row": 0}, r"^pieces_per_row: got 0; expected a number from 1 to"),
+        ({"pieces_per_row": 1.5}, r"^pieces_per_row: got 1\.5"),
         ({"backend": "torch"}, r"^backend: got"),
     ],
 )
@@ -242,6 +251,64 @@ def test_workspace_has_room_for_every_cut(
             assert shape[1] == HEADER + plan.wanted
             assert (plan.blocks > 0) == (rows > 0)
             assert plan.blocks <= 4 * processors
+
+
+@given(
+    rows=st.integers(0, 3000),
+    vocabulary=st.integers(1, 2**18),
+    k=st.integers(1, 1024),
+    processors=st.integers(1, 200),
+    pieces=st.integers(1, 300),
+)
+def test_given_pieces_are_those_of_every_row(
+    rows: int, vocabulary: int, k: int, processors: int, pieces: int
+) -> None:
+    k = min(k, vocabulary)
+    with a_device(processors, 228):
+        shape = draft_topk_workspace_shape(rows, 1, vocabulary, k, pieces_per_row=pieces)
+        plans = [draft_candidates._plan(rows, vocabulary, k, aligned, pieces) for aligned in (False, True)]
+        alone = draft_candidates._plan(1, vocabulary, k, True, pieces)
+    assert plans[0] == plans[1] == alone._replace(blocks=rows * alone.blocks)
+    assert alone.blocks == min(pieces, -(-vocabulary // TILE))
+    assert shape == (max(0, rows + rows * alone.blocks - 1), HEADER + alone.wanted)
+
+
+@given(
+    rows=st.integers(0, 3000),
+    vocabulary=st.integers(1, 2**18),
+    k=st.integers(1, 1024),
+    processors=st.integers(1, 200),
+)
+def test_best_pieces_are_worth_a_block(rows: int, vocabulary: int, k: int, processors: int) -> None:
+    k = min(k, vocabulary)
+    with a_device(processors, 228):
+        pieces = best_pieces_per_row(rows, 1, vocabulary, k)
+    row_tiles = -(-vocabulary // TILE)
+    assert 1 <= pieces <= row_tiles
+    assert pieces == 1 or row_tiles // pieces >= max(8, 16 * k // TILE)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "pieces"),
+    [
+        (15, 64, 20),  # all that are worth a block: fewer than run at once
+        (15, 1024, 10),
+        (30, 64, 16),  # 10 tiles each, as of 17
+        (480, 64, 1),  # of 528 that run at once
+        (528, 64, 1),
+        (529, 64, 3),  # whole rows would need two turns, the second for one row alone
+    ],
+)
+def test_best_pieces_fill_the_device(rows: int, k: int, pieces: int) -> None:
+    with a_device(132, 228):
+        assert best_pieces_per_row(rows, 1, 163_840, k) == pieces
+
+
+def test_sizes_of_best_pieces_are_checked() -> None:
+    with pytest.raises(ArgumentError, match=r"^vocabulary: got 262145"):
+        best_pieces_per_row(1, 1, 2**18 + 1, 5)
+    with pytest.raises(ArgumentError, match=r"^pieces_per_row: got 0"):
+        draft_topk_workspace_shape(1, 1, 9, 5, pieces_per_row=0)
 
 
 # On a device.
@@ -389,6 +456,41 @@ def test_kernel_repeats_to_the_bit(rng: np.random.Generator, k: int) -> None:
     for _ in range(20):
         for array, other in zip(draft_topk(logits, k), first, strict=True):
             assert library.get(array).tobytes() == other.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 64, 1024])
+@pytest.mark.parametrize("V", [5003, 129_280, 151_643, 163_838, 163_840])
+def test_a_row_has_the_same_bits_in_any_batch(rng: np.random.Generator, V: int, k: int, dtype: Any) -> None:
+    library = numba_library()
+    logits = make_logits(rng, 4, 1, V, dtype)
+    for pieces in (1, best_pieces_per_row(1, 1, V, k), 1000):
+        check_bits_in_any_batch(rng, library, logits[:, 0], k, [8, 33], pieces, temperature=0.7)
+        check_topk(library, logits, k, temperature=0.7, pieces_per_row=pieces)
+
+
+@pytest.mark.gpu
+def test_given_pieces_with_masks_and_biases(rng: np.random.Generator) -> None:
+    for V in (20_000, 20_001):
+        bias = np.where(rng.random(V) < 0.1, -np.inf, rng.normal(size=V)).astype(np.float32)
+        options = {"token_bitmask": make_mask(rng, 5, 3, V=V), "bias": bias, "pieces_per_row": 3}
+        check_topk(numba_library(), make_logits(rng, 5, 3, V), 30, temperature=0.7, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [20_000, 20_001])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_row_has_the_same_bits_at_any_address(rng: np.random.Generator, dtype: str, V: int) -> None:
+    torch = pytest.importorskip("torch")
+    logits = torch.from_numpy(rng.normal(size=6 * V).astype(np.float32)).to(getattr(torch, dtype))
+    results = []
+    for skipped in range(5):
+        flat = torch.zeros(skipped + 6 * V, dtype=logits.dtype, device="cuda")
+        flat[skipped:] = logits
+        got = draft_topk(flat[skipped:].view(2, 3, V), 50, pieces_per_row=2)
+        results.append([array.cpu().numpy().tobytes() for array in got])
+    assert all(result == results[0] for result in results)
 
 
 @pytest.mark.gpu

@@ -240,6 +240,15 @@ def test_many_lanes_of_torch(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("V", [151_643, 163_840])
+@pytest.mark.parametrize("places", [(3, 3), (1, 5)])
+def test_lanes_of_a_large_vocabulary(rng: np.random.Generator, V: int, places: tuple[int, int]) -> None:
+    with DeviceGroup([0, 0]) as devices:
+        sizes = (5, 3, V, 9)
+        check_lanes(rng, numba_library(), devices, sizes, captured=True, places=places, rounds=2, starts=3)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("copies", [None, "direct", "host"])
 def test_two_devices(rng: np.random.Generator, copies: str | None) -> None:
     from numba_ddtree.cuda_target import cuda

@@ -100,7 +100,7 @@ def test_models_are_captured_with_the_round(two: DeviceGroup) -> None:
     [
         ({"max_batch": 0}, r"^max_batch: got 0"),
         ({"budget": 1025}, r"^budget: got 1025"),
-        ({"draft_length": 65}, r"^lane 0 \(host\), draft_length: got 65"),
+        ({"draft_length": 65}, r"^draft_length: got 65"),
         ({"places": [4]}, r"^places: got 1; expected a list or tuple with one for each of 2 lanes"),
         ({"places": [4, 0]}, r"^places: .*at least 1 for each lane"),
         ({"places": [1, 2]}, r"^places: .*4 together"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ from kernel_checks import Guarded, Library
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
-from numba_ddtree.draft_candidates import DraftCandidates, draft_topk
+from numba_ddtree.device.candidates import HEADER
+from numba_ddtree.draft_candidates import DraftCandidates, draft_topk, draft_topk_workspace_shape
 from numba_ddtree.refs import draft_candidates as reference
 
 ULPS = 2  # of float32, that log-probs may be off their value in real numbers
@@ -117,6 +119,37 @@ def check_topk(
     assert_candidates(got, want)
     np.testing.assert_array_equal(library.get(given["logits"]), logits)
     return got
+
+
+def check_bits_in_any_batch(
+    rng: np.random.Generator,
+    library: Library,
+    rows: NDArray[Any],
+    k: int,
+    batches: Sequence[int],
+    pieces: int,
+    **options: Any,
+) -> None:
+    """Check that rows [n, V] have the same bits alone and at random places of batches.
+
+    Of the workspace too: a piece's sum has more bits than a log-prob, and shows every change of order.
+    """
+    V = rows.shape[1]
+
+    def bits(chosen: NDArray[Any]) -> list[list[bytes]]:
+        shape = draft_topk_workspace_shape(len(chosen), 1, V, k, pieces_per_row=pieces)
+        workspace = library.put(np.zeros(shape, np.int64))
+        logits = library.put(rows[chosen][:, None])
+        got = draft_topk(logits, k, pieces_per_row=pieces, workspace=workspace, **options)
+        # A piece is at its row's number and its own, so that a row leaves one place out.
+        of_pieces = np.pad(library.get(workspace)[:, :HEADER], ((0, 1), (0, 0)))
+        arrays = *map(library.get, got), of_pieces.reshape(len(chosen), -1)
+        return [[array[row].tobytes() for array in arrays] for row in range(len(chosen))]
+
+    alone = [bits(np.array([row]))[0] for row in range(len(rows))]
+    for batch in batches:
+        chosen = rng.integers(len(rows), size=batch)
+        assert bits(chosen) == [alone[row] for row in chosen], f"rows {chosen.tolist()}"
 
 
 def bad_rows(rng: np.random.Generator, L: int, V: int) -> NDArray[np.float32]:

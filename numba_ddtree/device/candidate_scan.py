@@ -52,7 +52,7 @@ from numba_ddtree.device.exponentials import exponential
 from numba_ddtree.device.floats import double_bits
 from numba_ddtree.device.kept_quads import keep_or_add, kept_quad, next_place, place_in, summable
 from numba_ddtree.device.optional import is_given
-from numba_ddtree.device.rows import load_quad, load_quad_within, maximum, quad_floats
+from numba_ddtree.device.rows import begins_with_row, load_quad, load_quad_within, maximum, quad_floats
 
 STRIDE = 4  # tiles whose loads are in flight at once
 STRIDES = 8  # between looks at how many have entered, at most: a bit for each tile of them in a word
@@ -109,6 +109,14 @@ def numbers_of(quad, column, logits, bias, token_bitmask, mask_start):  # type: 
         c = adjusted(c, int32(column + 2), length, bias, token_bitmask, mask_start)
         d = adjusted(d, int32(column + 3), length, bias, token_bitmask, mask_start)
     return a, b, c, d
+
+
+@device_routine
+def skipped_before(start, misalignment):  # type: ignore[no-untyped-def]
+    """Numbers before the row's first that its first quad has: up to three, for quads at multiples."""
+    if begins_with_row(misalignment):
+        return int32(0)
+    return int32((int32(misalignment) + int32(start & int64(3))) & 3)
 
 
 @device_routine
@@ -175,7 +183,18 @@ def scan_quad(  # type: ignore[no-untyped-def]
 
 @device_routine
 def find_first_threshold(  # type: ignore[no-untyped-def]
-    logits, bias, token_bitmask, mask_start, place, column, tiles, first_maxima, wanted, slack, shared
+    logits,
+    bias,
+    token_bitmask,
+    mask_start,
+    misalignment,
+    place,
+    column,
+    tiles,
+    first_maxima,
+    wanted,
+    slack,
+    shared,
 ):
     """Set a threshold that `wanted` of the numbers of so many tiles are above, if it is finite.
 
@@ -188,14 +207,14 @@ def find_first_threshold(  # type: ignore[no-untyped-def]
     highest = -INFINITY
     for start in range(uint32(0), uint32(tiles), uint32(BATCH)):
         quads = (
-            load_quad(logits, place),
-            load_quad(logits, place + TILE),
-            load_quad(logits, place + 2 * TILE),
-            load_quad(logits, place + 3 * TILE),
-            load_quad(logits, place + 4 * TILE),
-            load_quad(logits, place + 5 * TILE),
-            load_quad(logits, place + 6 * TILE),
-            load_quad(logits, place + 7 * TILE),
+            load_quad(logits, place, misalignment),
+            load_quad(logits, place + TILE, misalignment),
+            load_quad(logits, place + 2 * TILE, misalignment),
+            load_quad(logits, place + 3 * TILE, misalignment),
+            load_quad(logits, place + 4 * TILE, misalignment),
+            load_quad(logits, place + 5 * TILE, misalignment),
+            load_quad(logits, place + 6 * TILE, misalignment),
+            load_quad(logits, place + 7 * TILE, misalignment),
         )
         for step in range(BATCH):
             numbers = numbers_of(quads[step], column, logits, bias, token_bitmask, mask_start)
@@ -276,7 +295,7 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
     bias,  # float32 [V]
     default_temperature,  # float32
     rows_per_mask,  # int32: 1, or L where a request's positions share a row of the mask
-    misalignment,  # int32: numbers from a quad's multiple to the first logit
+    misalignment,  # int32: numbers from a quad's multiple to the first logit; bool: quads begin with rows
     row_tiles,  # int32: tiles that cover a row
     wanted,  # int32: candidates to keep of each piece
     growth,  # int32: candidates that enter beyond them before the threshold rises
@@ -310,8 +329,7 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
         temperature, _ = temperature_of(temperatures, default_temperature, request)
         start = int64(row) * int64(length)
         mask_start = int64(uint32(row) // uint32(rows_per_mask)) * int64((length + 31) >> 5)
-        # Quads begin at multiples of their size: up to three numbers before the row's first.
-        skipped = int32((misalignment + int32(start & int64(3))) & 3)
+        skipped = skipped_before(start, misalignment)
         offset = int32(4 * thread - skipped)
         if thread == 0:
             s_state[PIECE] = int32(row + int32(cuda.blockIdx.x))
@@ -337,6 +355,7 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                 bias,
                 token_bitmask,
                 mask_start,
+                misalignment,
                 start + int64(column),
                 column,
                 tiles,
@@ -365,10 +384,10 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
             else:
                 # No bound is far, so that exponentials need no other origin.
                 near_terms = float32(0), s_bound[FLOOR], s_bound[ROUNDER]
-                quad_0 = load_quad(logits, place)
-                quad_1 = load_quad(logits, place + TILE)
-                quad_2 = load_quad(logits, place + 2 * TILE)
-                quad_3 = load_quad(logits, place + 3 * TILE)
+                quad_0 = load_quad(logits, place, misalignment)
+                quad_1 = load_quad(logits, place + TILE, misalignment)
+                quad_2 = load_quad(logits, place + 2 * TILE, misalignment)
+                quad_3 = load_quad(logits, place + 3 * TILE, misalignment)
                 while tile <= last_stride and count <= limit:
                     before = count
                     if thread == 0:
@@ -386,14 +405,14 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                         kept, mask, left = keep_or_sum(
                             s_all, kept, mask, uint32(8), numbers, threshold, float32(0), near_terms, scale
                         )
-                        quad_0 = load_quad(logits, place)
+                        quad_0 = load_quad(logits, place, misalignment)
                         numbers = numbers_of(
                             quad_1, int32(column + TILE), logits, bias, token_bitmask, mask_start
                         )
                         kept, mask, left = keep_or_sum(
                             s_all, kept, mask, uint32(4), numbers, threshold, left, near_terms, scale
                         )
-                        quad_1 = load_quad(logits, place + TILE)
+                        quad_1 = load_quad(logits, place + TILE, misalignment)
                         # Two quads' loads are under way while the other two are summed. Were this not a loop,
                         # of one turn, the compiler would put all loads at the end, where all are waited for.
                         is_again = True
@@ -412,14 +431,14 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                                 near_terms,
                                 scale,
                             )
-                            quad_2 = load_quad(logits, place + 2 * TILE)
+                            quad_2 = load_quad(logits, place + 2 * TILE, misalignment)
                             numbers = numbers_of(
                                 quad_3, int32(column + 3 * TILE), logits, bias, token_bitmask, mask_start
                             )
                             kept, mask, right = keep_or_sum(
                                 s_all, kept, mask, uint32(1), numbers, threshold, right, near_terms, scale
                             )
-                            quad_3 = load_quad(logits, place + 3 * TILE)
+                            quad_3 = load_quad(logits, place + 3 * TILE, misalignment)
                             # With masks, registers do not suffice for that.
                             is_again = kept < first_kept and not is_given(token_bitmask)
                         total += float64(float32(left + right))

@@ -51,7 +51,10 @@ if SIMULATED:
             for place, value in enumerate(values)
         )
 
-    def load_quad(array: Any, offset: Any) -> Any:
+    def begins_with_row(misalignment: Any) -> Any:
+        return isinstance(misalignment, np.bool_)
+
+    def load_quad(array: Any, offset: Any, misalignment: Any) -> Any:
         return load_quad_within(array, offset, 0, QUAD)
 
     def load_quad_within(array: Any, offset: Any, column: Any, length: Any) -> Any:
@@ -179,20 +182,58 @@ else:
 
         return _words_type(array)(array, types.int64, types.uint32), generate
 
-    @intrinsic
-    def load_quad(typing_context: Any, array: Any, offset: Any) -> Any:
-        """Words of four neighbours from an element on, counted from the array's first, at a quad's multiple.
+    def _load_elements(builder: Any, address: Any, width: int) -> list[Any]:
+        """Load the words of four neighbours one by one, from any element's address."""
+        names = ", ".join(f"number{lane}" for lane in range(QUAD))
+        loads = " ".join(
+            f"ld.global.nc.b{width} number{lane}, [${QUAD * width // 32} + {lane * width // 8}];"
+            for lane in range(QUAD)
+        )
+        if width == 32:
+            moves = " ".join(f"mov.b32 ${lane}, number{lane};" for lane in range(QUAD))
+        else:
+            moves = "mov.b32 $0, {number0, number1}; mov.b32 $1, {number2, number3};"
+        count = QUAD * width // 32
+        load = ir.InlineAsm(
+            ir.FunctionType(ir.LiteralStructType([_WORD] * count), [_LONG]),
+            f"{{ .reg .b{width} {names}; {loads} {moves} }}",
+            ",".join(["=r"] * count + ["l"]),
+            side_effect=True,  # as for `_load_words`
+        )
+        loaded = builder.call(load, [address])
+        return [builder.extract_value(loaded, word) for word in range(count)]
 
-        Not kept in the first cache: a row is read once.
+    @intrinsic
+    def begins_with_row(typing_context: Any, misalignment: Any) -> Any:
+        """Whether quads begin with the row, by the argument's type; else at multiples of their size.
+
+        A bool says so, and an int32 is the number of elements from such a multiple to the array's first.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            count = QUAD * array.dtype.bitwidth // 32
-            address = _element(context, builder, signature.args[0], args[0], args[1])
-            words = _load_words(builder, builder.ptrtoint(address, _LONG), count)
-            return _tuple(builder, _WORD, words + [_word(0)] * (QUAD - count))
+            return ir.Constant(ir.IntType(1), int(misalignment == types.boolean))
 
-        return _QUAD_WORDS(array, types.int64), generate
+        return types.boolean(misalignment), generate
+
+    @intrinsic
+    def load_quad(typing_context: Any, array: Any, offset: Any, misalignment: Any) -> Any:
+        """Words of four neighbours from an element on, counted from the array's first.
+
+        By one load from a multiple of a quad's size, not kept in the first cache, since a row is read once;
+        or one by one, where quads begin with the row: see `begins_with_row`.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            width = array.dtype.bitwidth
+            element = _element(context, builder, signature.args[0], args[0], args[1])
+            address = builder.ptrtoint(element, _LONG)
+            if misalignment == types.boolean:
+                words = _load_elements(builder, address, width)
+            else:
+                words = _load_words(builder, address, QUAD * width // 32)
+            return _tuple(builder, _WORD, words + [_word(0)] * (QUAD - len(words)))
+
+        return _QUAD_WORDS(array, types.int64, misalignment), generate
 
     @intrinsic
     def load_quad_within(typing_context: Any, array: Any, offset: Any, column: Any, length: Any) -> Any:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from kernel_checks import Library, numba_library, numpy_library
-from topk_checks import DTYPES, ROW_KINDS, bad_rows, check_topk, make_logits, make_mask, make_rows
+from topk_checks import (
+    DTYPES,
+    ROW_KINDS,
+    bad_rows,
+    check_bits_in_any_batch,
+    check_topk,
+    make_logits,
+    make_mask,
+    make_rows,
+)
 
 from numba_ddtree import ArgumentError
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.device.candidate_merge import bank_place, sort_keys
+from numba_ddtree.device.candidate_merge import bank_place, piece_of, sort_keys
 from numba_ddtree.device.candidates import THREADS
 from numba_ddtree.draft_candidates import TILE, draft_topk, draft_topk_workspace_shape
 
@@ -121,6 +131,44 @@ def test_workspaces(rng: np.random.Generator, device: Library) -> None:
     check_topk(device, logits, 5, workspace=device.put(np.full(shape, -1, np.int64)))
     with pytest.raises(ArgumentError, match=r"^workspace: got int64 .*expected int64 of shape \[pieces = "):
         draft_topk(device.put(logits), 5, workspace=device.put(np.zeros((1, 1), np.int64)))
+
+
+@pytest.mark.parametrize(
+    ("V", "pieces"), [(11 * TILE, 2), (11 * TILE + 37, 1), (11 * TILE + 2, 2), (2 * TILE + 1, 999)]
+)
+def test_a_row_has_the_same_bits_in_any_batch(
+    rng: np.random.Generator, device: Library, V: int, pieces: int
+) -> None:
+    rows = np.concatenate([make_rows(rng, kind, 1, V) for kind in rng.choice(ROW_KINDS, 2, replace=False)])
+    check_bits_in_any_batch(rng, device, rows, 9, [3, 7], pieces, temperature=0.7)
+    check_topk(device, rows[:, None], 9, temperature=0.7, pieces_per_row=pieces)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 5000])
+@pytest.mark.parametrize(("row_tiles", "pieces"), [(1, 1), (7, 1), (7, 3), (7, 7), (160, 20), (256, 255)])
+def test_rows_of_given_pieces_are_cut_alike(rows: int, row_tiles: int, pieces: int) -> None:
+    # What the scan takes from a block on, and what the merge makes of it.
+    tiles = rows * row_tiles
+    for row in {0, rows // 2, rows - 1}:
+        starts = [block * tiles // (rows * pieces) for block in range(row * pieces, (row + 1) * pieces + 1)]
+        assert [start - row * row_tiles for start in starts] == [
+            piece * row_tiles // pieces for piece in range(pieces + 1)
+        ]
+        for block, (start, end) in enumerate(pairwise(starts), row * pieces):
+            for tile in (start, end - 1):
+                assert piece_of(np.int64(tile), np.int64(tiles), rows * pieces) == block
+
+
+def test_workspaces_of_given_pieces(rng: np.random.Generator, device: Library) -> None:
+    V = 5 * TILE + 3
+    logits = make_logits(rng, 2, 2, V)
+    for pieces in (1, 7):
+        shape = draft_topk_workspace_shape(2, 2, V, 5, pieces_per_row=pieces)
+        workspace = device.put(np.full(shape, -1, np.int64))
+        check_topk(device, logits, 5, workspace=workspace, pieces_per_row=pieces)
+    assert shape == draft_topk_workspace_shape(2, 2, V, 5, pieces_per_row=6)
+    with pytest.raises(ArgumentError, match=r"^workspace: got int64"):
+        draft_topk(device.put(logits), 5, workspace=workspace)
 
 
 def test_empty_batch(device: Library) -> None:
