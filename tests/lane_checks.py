@@ -50,8 +50,8 @@ class LaneChecker:
         where: dict[str, Any] = {"backend": "numpy"}
         if not library.on_host:
             where = {"library": library.name, "device_id": devices.home.device_id}
-        self.one_cache = library.put(np.zeros((LAYERS, B, ROWS, WIDTH), np.float32))
         with devices.home:
+            self.one_cache = library.put(np.zeros((LAYERS, B, ROWS, WIDTH), np.float32))
             self.one = DDTreeRound.plan(
                 *sizes,
                 budgets=library.put(budgets),

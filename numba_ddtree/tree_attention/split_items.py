@@ -77,16 +77,23 @@ def tiles_of_request(tree: Any) -> Any:
 
 
 @device_routine
-def tiles_in_wave(tree: Any, keys: Any, wave: Any, request: Any, max_keys: Any, parts: Any) -> Any:
-    """First tile (int32) of a request in a wave, and how many there are with nodes in use.
-
-    Each tile counts as so many parts.
-    """
-    if not is_valid_request(tree, keys, request, max_keys):
-        return int32(0), int32(0)
+def tiles_in_use(tree: Any, keys: Any, request: Any, max_keys: Any, parts: Any) -> Any:
+    """Tiles (int32) of a request that have nodes in use, each of which counts as so many parts."""
+    if request >= tree.num_nodes.shape[0] or not is_valid_request(tree, keys, request, max_keys):
+        return int32(0)
     rows = uint32(tree.num_nodes[uint32(request)]) * uint32(tree.heads)
     height = uint32(uint32(TILE_ROWS) // uint32(parts))
-    used = int32(uint32(rows + uint32(height - uint32(1))) // height)
+    return int32(uint32(rows + uint32(height - uint32(1))) // height)
+
+
+@device_routine
+def tiles_in_wave(tree: Any, wave: Any, request: Any, used: Any, has_splits: Any, parts: Any) -> Any:
+    """First tile (int32) of a request in a wave, and how many of the `used` ones there are.
+
+    Without several splits there are no partial results, for which waves are: all is in the first one.
+    """
+    if not has_splits:
+        return int32(0), int32(used if wave.first_tile == 0 else 0)
     before = int32(int32(wave.first_tile - int32(request) * tiles_of_request(tree)) * int32(parts))
     first = int32(max(int32(0), before))
     end = int32(min(used, int32(before + int32(wave.tiles) * int32(parts))))
@@ -94,17 +101,15 @@ def tiles_in_wave(tree: Any, keys: Any, wave: Any, request: Any, max_keys: Any, 
 
 
 @device_routine
-def tiles_and_blocks(tree: Any, keys: Any, wave: Any, request: Any, max_keys: Any) -> Any:
-    """Tiles of a request in a wave, and blocks of its longest key range (int32); none of no request."""
-    if request >= tree.num_nodes.shape[0]:
-        return int32(0), int32(0)
-    _, tiles = tiles_in_wave(tree, keys, wave, request, max_keys, 1)
+def tiles_and_blocks(tree: Any, keys: Any, request: Any, max_keys: Any) -> Any:
+    """Tiles in use of a request, and blocks of its longest key range (int32); none of no request."""
+    tiles = tiles_in_use(tree, keys, request, max_keys, 1)
     return tiles, blocks_of(tree, request) if tiles > 0 else int32(0)
 
 
 @device_routine
 def split_length(tree: Any, keys: Any, wave: Any, max_keys: Any) -> Any:
-    """Blocks (int32) of a split: as planned, or what balances the wave's work best; the warp takes part.
+    """Blocks (int32) of a split: as planned, or what balances the work best; the warp takes part.
 
     A lane tries one number of splits for the longest key range. What it costs is the number of items that
     the busiest worker takes, each as long as a split.
@@ -115,13 +120,13 @@ def split_length(tree: Any, keys: Any, wave: Any, max_keys: Any) -> Any:
     lane = int32(cuda.threadIdx.x & 31)
     longest = uint32(1)
     for start in range(0, batch, LANES):
-        _, blocks = tiles_and_blocks(tree, keys, wave, int32(int32(start) + lane), max_keys)
+        _, blocks = tiles_and_blocks(tree, keys, int32(int32(start) + lane), max_keys)
         longest = uint32(max(longest, warp_max(uint32(blocks))))
     splits = uint32(lane + 1)
     length = uint32(uint32(longest + splits - uint32(1)) // splits)
     items = uint32(0)
     for start in range(0, batch, LANES):
-        tiles, blocks = tiles_and_blocks(tree, keys, wave, int32(int32(start) + lane), max_keys)
+        tiles, blocks = tiles_and_blocks(tree, keys, int32(int32(start) + lane), max_keys)
         for owner in range(LANES):
             longer = uint32(uint32(warp_broadcast(blocks, int32(owner))) + length - uint32(1))
             items += uint32(warp_broadcast(tiles, int32(owner))) * uint32(longer // length)
@@ -166,12 +171,12 @@ def find_part(
     for start in range(0, batch, LANES):
         request = int32(int32(start) + lane)
         first, tiles, items = int32(0), int32(0), int32(0)
-        if request < batch:
-            first, tiles = tiles_in_wave(tree, keys, wave, request, max_keys, parts)
-            if tiles > 0:
-                blocks = uint32(blocks_of(tree, request))
-                length = uint32(split_blocks)
-                items = int32(uint32(tiles) * uint32(uint32(blocks + length - uint32(1)) // length))
+        used = tiles_in_use(tree, keys, request, max_keys, parts)
+        if used > 0:
+            blocks, length = uint32(blocks_of(tree, request)), uint32(split_blocks)
+            splits = uint32(uint32(blocks + length - uint32(1)) // length)
+            first, tiles = tiles_in_wave(tree, wave, request, used, splits > uint32(1), parts)
+            items = int32(uint32(tiles) * splits)
         running = int32(warp_running_sum(items))
         is_beyond = warp_ballot(index < before + running)
         if is_beyond != uint32(0):
