@@ -47,6 +47,8 @@ def lane_rows() -> list[Row]:
         case = {"work": "round, not gathered", "B": batch, **SIZES, "lanes": 2, "devices": "0,0"}
         alone = 2 * (FIXED_US + REQUEST_US * batch / 2)
         rows.append(Row(case=case, kernel="RoundLanes", us=us / 0.9, peer="alone", peer_us=alone))
+        case = case | {"devices": "0,1"}
+        rows.append(Row(case=case, kernel="RoundLanes", us=alone / 2, peer="alone", peer_us=alone))
     for batch in (1, 8):
         work = FLOPS_A_KEY * batch * (8192 + 65) * 64 * 65
         case = {"work": "attention", "B": batch, **ATTENTION, "lanes": 1, "devices": "0"}
@@ -163,9 +165,12 @@ def test_tokens_are_counted() -> None:
 def test_two_lanes_are_compared_with_the_measurement() -> None:
     results = all_results()
     compared = scale_model.compare_lanes(costs_of(results), results["lanes"])
-    assert [each.batch for each in compared] == [8, 32, 128]
-    assert [each.error for each in compared] == pytest.approx([-0.1] * 3)
-    assert [each.alone for each in compared] == pytest.approx([200 + REQUEST_US * b for b in (8, 32, 128)])
+    assert [(each.devices, each.batch) for each in compared] == [
+        (devices, batch) for batch in (8, 32, 128) for devices in ("0,0", "0,1")
+    ]
+    assert [each.error for each in compared] == pytest.approx([-0.1, 0] * 3)
+    alone = [200 + REQUEST_US * each.batch for each in compared]
+    assert [each.alone for each in compared] == pytest.approx(alone)
 
 
 def test_a_slow_host_shows() -> None:

@@ -20,7 +20,7 @@ from numba_ddtree.command import OneLineParser, run_command
 from numba_ddtree.errors import DDTreeError
 from numba_ddtree.reporting import PipeConsole
 from tools.scaling.costs import MEASURED_BUDGET, Costs, costs_of
-from tools.scaling.prediction import LaneComparison, Workload, overlapped_us, predict, simulate
+from tools.scaling.prediction import LaneComparison, Workload, apart_us, overlapped_us, predict, simulate
 
 _FOLDER = Path(__file__).resolve().parent.parent / "bench" / "results"
 _WIDTH = 110
@@ -115,16 +115,18 @@ def accept_length(budget: int) -> float:
 
 
 def compare_lanes(costs: Costs, lanes: Results) -> list[LaneComparison]:
-    """Compare the prediction for two lanes on one device with the rounds that were measured there."""
+    """Compare the predictions for two lanes, on one device and on two, with the rounds that were measured."""
+    predictions = {"0,0": overlapped_us, "0,1": apart_us}
     return [
         LaneComparison(
+            str(row.case["devices"]),
             int(row.case["B"]),
-            overlapped_us(costs, int(row.case["B"]), int(row.case["budget"]), 2),
+            predictions[str(row.case["devices"])](costs, int(row.case["B"]), int(row.case["budget"]), 2),
             row.us,
             row.peer_us,
         )
         for row in lanes.rows
-        if row.case["work"] == "round, not gathered" and row.case["devices"] == "0,0" and row.peer_us
+        if row.case["work"] == "round, not gathered" and row.case["devices"] in predictions and row.peer_us
     ]
 
 
@@ -180,12 +182,11 @@ def _show(
         table.add_row(*cells, f"{100 * row['difference']:+.1f}")
     console.print(table)
     table = _table(
-        "Two lanes on one device, µs a round", "batch", "predicted", "measured", "error %",
-        "one after the other",
-    )  # fmt: skip
+        "Two lanes, µs a round", "devices", "batch", "predicted", "measured", "error %", "one after the other"
+    )
     for each in lanes:
         times = (f"{value:.0f}" for value in (each.predicted, each.measured))
-        table.add_row(str(each.batch), *times, f"{100 * each.error:+.1f}", f"{each.alone:.0f}")
+        table.add_row(each.devices, str(each.batch), *times, f"{100 * each.error:+.1f}", f"{each.alone:.0f}")
     console.print(table)
 
 

@@ -132,18 +132,21 @@ def _geometric_parameter(mean: float, deepest: int) -> float:
 
 @dataclass(frozen=True)
 class LaneComparison:
-    """Two lanes on one device, predicted and measured; microseconds a round.
+    """Two lanes, predicted and measured; microseconds a round.
 
     Attributes
     ----------
+    devices : str
+        Of the lanes: ``"0,0"`` for one device, ``"0,1"`` for two.
     batch : int
     predicted : float
-        What does not grow with the batch overlaps entirely.
+        On one device, what does not grow with the batch overlaps entirely.
     measured : float
     alone : float
         Without any overlap: the lanes one after the other.
     """
 
+    devices: str
     batch: int
     predicted: float
     measured: float
@@ -164,3 +167,8 @@ def overlapped_us(costs: Costs, batch: int, budget: int, lanes: int) -> float:
     """
     together = costs.round_us(batch, budget)
     return max(together, lanes * costs.lane_host_us)
+
+
+def apart_us(costs: Costs, batch: int, budget: int, lanes: int) -> float:
+    """Predict lanes that have a device each, and the larger share of the requests."""
+    return max(costs.round_us(-(-batch // lanes), budget), lanes * costs.lane_host_us)
