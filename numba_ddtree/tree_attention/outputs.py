@@ -31,7 +31,7 @@ if not SIMULATED:
 
     @device_routine
     def store_pair(out: Any, place: Any, first: Any, second: Any, form: Any) -> None:
-        """Write two neighbours, from element `place` (even) of the output at `out` on; -0 as 0, then rounded."""
+        """Write two neighbours, from element `place` (even) of `out` on; -0 as 0, then rounded."""
         low, high = sum_of(first, float32(0)), sum_of(second, float32(0))
         if form == FLOAT32:
             store_float_pair(uint64(out + uint64(place) * uint64(4)), low, high)
