@@ -207,7 +207,10 @@ def make_row_part(row: int, columns: int) -> Any:
 
 def make_store(dtype: Any, distance: int) -> Any:
     def store(address: Any, row: Tile) -> None:
-        for index, pair in enumerate(row.astype(dtype).reshape(-1, 2)):
+        rounded = row.astype(dtype)
+        if dtype is bfloat16:
+            rounded[rounded == 0] = 0  # without the sign
+        for index, pair in enumerate(rounded.reshape(-1, 2)):
             write_global(int(address) + index * distance * pair.itemsize, pair.tobytes())
 
     return store

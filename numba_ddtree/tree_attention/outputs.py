@@ -31,14 +31,14 @@ if not SIMULATED:
 
     @device_routine
     def store_pair(out: Any, place: Any, first: Any, second: Any, form: Any) -> None:
-        """Write two neighbours, from element `place` (even) of `out` on; -0 as 0, then rounded."""
-        low, high = sum_of(first, float32(0)), sum_of(second, float32(0))
+        """Write two neighbours, from element `place` (even) of `out` on; what rounds to -0 as 0."""
         if form == FLOAT32:
+            low, high = sum_of(first, float32(0)), sum_of(second, float32(0))
             store_float_pair(uint64(out + uint64(place) * uint64(4)), low, high)
         elif form == BFLOAT16:
-            store_word(uint64(out + uint64(place) * uint64(2)), pack_bfloat16(low, high))
+            store_word(uint64(out + uint64(place) * uint64(2)), pack_bfloat16(first, second))
         else:
-            store_word(uint64(out + uint64(place) * uint64(2)), pack_float16(low, high))
+            store_word(uint64(out + uint64(place) * uint64(2)), pack_float16(first, second))
 
     @device_routine
     def normaliser(total: Any) -> Any:
@@ -58,10 +58,9 @@ if not SIMULATED:
 
         @device_routine
         def store_row(out: Any, place: Any, pairs: Any, form: Any) -> None:
-            """Write pairs of a row, from element `place` (even) of the output on; -0 as 0, then rounded."""
-            pairs = without_negative_zeros(pairs)
+            """Write pairs of a row, from element `place` (even) of the output on; what rounds to -0 as 0."""
             if form == FLOAT32:
-                store_floats(uint64(out + uint64(place) * uint64(4)), pairs)
+                store_floats(uint64(out + uint64(place) * uint64(4)), without_negative_zeros(pairs))
             elif form == BFLOAT16:
                 store_bfloat16(uint64(out + uint64(place) * uint64(2)), pairs)
             else:
