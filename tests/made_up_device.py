@@ -1,0 +1,102 @@
+"""A made-up device for host code of tree attention: arrays on it are addresses, launches are noted."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+
+from numba_ddtree import DraftTree, TreeAttention
+from numba_ddtree import transfer as transfer_module
+from numba_ddtree.arrays import DeviceView, c_strides
+from numba_ddtree.tree import TREE_DTYPES, tree_shapes
+from numba_ddtree.tree_attention import calls, kernels, plan, tail, verify
+from numba_ddtree.tree_attention.work import SplitPlan, Work
+
+B, N, H, P = 2, 9, 3, 5000
+
+
+def view(
+    address: int, shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None
+) -> DeviceView:
+    dtype = np.dtype(dtype)
+    return DeviceView(address, shape, strides or c_strides(shape, dtype.itemsize), dtype, 0, None)
+
+
+class MadeUpDevice:
+    """Addresses instead of memory, and the launches asked for."""
+
+    def __init__(self) -> None:
+        self.allocated: list[DeviceView] = []
+        self.launches: list[tuple[Work, SplitPlan]] = []
+        self.capability = (9, 0)
+        self.next_address = 1 << 40
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: Any) -> tuple[DeviceView, DeviceView]:
+        self.next_address += 1 << 36
+        array = view(self.next_address, shape, dtype)
+        self.allocated.append(array)
+        return array, array
+
+    def launch(self, transfer: Any, work: Work, splits: SplitPlan) -> None:
+        self.launches.append((work, splits))
+
+
+def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
+    """Put a made-up device in the place of CUDA's, where plans and calls of tree attention look for one."""
+    made_up = MadeUpDevice()
+    empty, nothing = view(0, (0,), np.int32), view(1 << 30, (1, 1, 1), np.float32)
+    target = SimpleNamespace(
+        synchronize=lambda: None,
+        gpus=[0],
+        get_current_device=lambda: SimpleNamespace(id=0, compute_capability=made_up.capability),
+    )
+    for module in (transfer_module, plan, verify, tail):
+        monkeypatch.setattr(module, "require_device", lambda: None)
+        monkeypatch.setattr(module, "device_context", lambda _: nullcontext())
+    for module in (plan, kernels):
+        monkeypatch.setattr(module, "cuda", target)
+    monkeypatch.setattr(transfer_module, "_empty", lambda _: empty)
+    monkeypatch.setattr(transfer_module, "numba_stream", lambda *_: 0)
+    monkeypatch.setattr(transfer_module.Transfer, "_allocate", lambda _, *given: made_up.allocate(*given))
+    monkeypatch.setattr(calls, "_nothing", lambda _: nothing)
+    for module in (plan, calls):
+        monkeypatch.setattr(module, "launcher_of", lambda _: made_up.launch)
+    return made_up
+
+
+def tree_on_device(batch: int = B, slots: int = N) -> DraftTree:
+    shapes = tree_shapes(batch, slots)
+    arrays = {name: view(4096 * (i + 1), shapes[name], TREE_DTYPES[name]) for i, name in enumerate(shapes)}
+    return DraftTree(**arrays, max_depth=slots - 1)
+
+
+def arguments(paging: str | None = None, dtype: Any = bfloat16, pages: int = 200) -> dict[str, Any]:
+    """Good arguments: queries fused, caches apart."""
+    rows = (B, 6000) if paging is None else (pages, 64)
+    row, stride = 576 * 2, 576 * 2 * H
+    queries = 1 << 32
+    given: dict[str, Any] = {
+        "q_nope": view(queries, (B, N, H, 512), dtype, (N * stride, stride, row, 2)),
+        "q_pe": view(queries + 1024, (B, N, H, 64), dtype, (N * stride, stride, row, 2)),
+        "ckv_cache": view(2 << 32, (*rows, 512), dtype),
+        "kpe_cache": view(3 << 32, (*rows, 64), dtype),
+        "tree": tree_on_device(),
+        "sm_scale": 0.1,
+        "prefix_lengths": view(512, (B,), np.int32),
+    }
+    if paging == "block_table":
+        given["block_table"] = view(1024, (B, 90), np.int32)
+    elif paging == "kv_indptr":
+        given |= {"kv_indptr": view(1024, (B + 1,), np.int32), "kv_indices": view(2048, (170,), np.int32)}
+    return given
+
+
+def planned(**changed: Any) -> TreeAttention:
+    return TreeAttention.plan(
+        **({"max_batch": B, "num_slots": N, "num_heads": H, "max_prefix_length": P} | changed)
+    )
