@@ -61,7 +61,7 @@ HOST = Placement("numpy", None)
 
 def placement_of(name: str, array: Any) -> Placement:
     """Say where one array lives."""
-    library = _library_of(array.__class__)
+    library = library_of(array.__class__)
     if library == "torch" and hasattr(array, "is_cuda"):  # which is ten times as fast as its DLPack
         return _placement(library, array.get_device()) if array.is_cuda else HOST
     # The simulator's device arrays pass numpy's DLPack on as their own.
@@ -78,7 +78,8 @@ def placement_of(name: str, array: Any) -> Placement:
 
 
 @lru_cache(maxsize=256)
-def _library_of(kind: type) -> str:
+def library_of(kind: type) -> str:
+    """Name the library that a class of arrays is from."""
     library = kind.__module__.partition(".")[0]
     return {"jaxlib": "jax"}.get(library, library)
 
@@ -210,7 +211,7 @@ def _view_of(kind: type) -> Callable[[Any], Any]:
     if SIMULATED or kind is DeviceView:
         return _same
     views = {"numba": _numba_view, "numba_cuda": _numba_view, "torch": _torch_view, "cupy": _cupy_view}
-    return views.get(_library_of(kind), _any_view)
+    return views.get(library_of(kind), _any_view)
 
 
 def _same(array: Any) -> Any:
