@@ -154,7 +154,7 @@ class HeadLanes:
         name: str = "attention",
         **options: Sequence[Array] | None,
     ) -> None:
-        """Capture a run as one graph on each lane, for `replay`: the host's share of a run is larger by far.
+        """Capture a run as one graph on each lane, for `replay`: the host's share of a run is larger.
 
         Parameters
         ----------

@@ -28,7 +28,8 @@ def key_maps(work: Work, device_id: int) -> int:
     """Return the device address of the maps of a call's latent and rotary rows, one after the other.
 
     They depend on where the cache lies alone, and stay on the device for good, 256 bytes for each cache,
-    since captured graphs go on using them. The first call for a cache copies them there and waits for that.
+    since captured graphs and the launches that plans keep go on using them. The first call for a cache copies
+    them there and waits for that.
 
     Raises
     ------
