@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from cuda.bindings import driver
@@ -27,7 +28,9 @@ class DeviceGroup:
 
     The same device may have several lanes, which then overlap on it. One thread drives all lanes, since
     nothing waits for a device. All lanes of one device share its CUDA context: a kernel that reads out of
-    bounds breaks all of them, and each says so; lanes of other devices go on.
+    bounds breaks all of them, and the driver may give up the process's other devices with it, where lanes
+    wait for that work or even where they do not. Errors name every lane whose device reports a fault. From
+    then on, Numba frees nothing on these devices, since each free would raise, in whatever call comes next.
 
     Parameters
     ----------
@@ -74,8 +77,7 @@ class DeviceGroup:
                 self.lanes += (_new_lane(index, device_id, timing),)
             self._link_peers()
             for lane in self.lanes:
-                shared = tuple(other.index for other in self.lanes if other.device_id == lane.device_id)
-                lane.shared_by = shared if len(shared) > 1 else ()
+                lane.companions = tuple(map(ref, self.lanes))
         except BaseException:
             self._close_all()
             raise
@@ -137,7 +139,7 @@ class DeviceGroup:
         ArgumentError
             A lane has captured nothing of the name.
         LaneError
-            A launch failed, by its own fault or that of earlier work on the same device.
+            A launch failed, by its own fault or that of earlier work.
         """
         for lane in self.lanes:
             lane.check_graph(name)
@@ -267,5 +269,5 @@ def _checked_devices(devices: Sequence[int | None]) -> list[int | None]:
 def _joined(faults: Sequence[LaneError]) -> LaneError:
     if len(faults) == 1:
         return faults[0]
-    lanes = tuple(lane for fault in faults for lane in fault.lanes)
-    return LaneError(lanes, "; ".join(fault.reason for fault in faults))
+    lanes = {lane for fault in faults for lane in fault.lanes}
+    return LaneError(tuple(sorted(lanes)), "; ".join(fault.reason for fault in faults))

@@ -18,6 +18,8 @@ NO_DEVICE_ADVICE = (
 
 SHARED_MEMORY_VARIABLE = "NUMBA_DDTREE_SHARED_MEMORY"
 
+_deferred: dict[int, AbstractContextManager[None]] = {}  # what keeps Numba from freeing, by device
+
 
 def find_device_fault() -> str | None:
     """Say why no CUDA device can be used, or None where one can; creates no context."""
@@ -60,6 +62,21 @@ def device_context(device_id: int | None) -> AbstractContextManager[Any]:
         return nullcontext()
     context: AbstractContextManager[Any] = cuda.gpus[device_id]
     return context
+
+
+def stop_freeing(device_id: int) -> None:
+    """Let Numba free nothing any more on a device that has failed for good; makes no call of the driver.
+
+    Numba frees arrays that are gone in some later call, or when the interpreter ends. On such a device each
+    free fails, and so would calls that have nothing to do with it. The end of the process frees all.
+    """
+    from numba_ddtree.cuda_target import cuda
+
+    context = cuda.gpus[device_id].primary_context
+    if context is not None and device_id not in _deferred:
+        deferred = context.defer_cleanup()
+        deferred.__enter__()  # and never left: this lasts for as long as the device's failure does
+        _deferred[device_id] = deferred
 
 
 def shared_memory_limit() -> int:

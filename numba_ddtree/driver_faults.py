@@ -18,6 +18,28 @@ CUDA_ERRORS = frozenset(
     }
 )
 
+# Faults after which the driver refuses whatever follows on the device, until the process ends.
+LASTING_FAULTS = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ECC_UNCORRECTABLE",
+        "NVLINK_UNCORRECTABLE",
+        "CONTAINED",
+        "ILLEGAL_ADDRESS",
+        "LAUNCH_TIMEOUT",
+        "ASSERT",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "TENSOR_MEMORY_LEAK",
+        "MPS_CLIENT_TERMINATED",
+        "EXTERNAL_DEVICE",
+    )
+)
+
 
 class DriverError(Exception):
     """A call of the driver's failed."""
@@ -37,6 +59,11 @@ def fault_text(fault: Any) -> str:
 
     failed, text = driver.cuGetErrorString(fault)
     return str(fault.name) if failed else f"{fault.name}: {text.decode()}"
+
+
+def is_lasting(fault: Any) -> bool:
+    """Whether the driver answers the same to whatever follows on the device, until the process ends."""
+    return bool(fault) and fault.name in LASTING_FAULTS
 
 
 def is_cuda_error(error: BaseException) -> bool:

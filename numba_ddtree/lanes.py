@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet
 
 import numpy as np
 from cuda.bindings import driver
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from numba_ddtree.arrays import DeviceView, StreamLike, device_view
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import numba_stream
-from numba_ddtree.driver_faults import fault_text, is_cuda_error, one_line, result_of
+from numba_ddtree.devices import numba_stream, stop_freeing
+from numba_ddtree.driver_faults import fault_text, is_cuda_error, is_lasting, one_line, result_of
 from numba_ddtree.errors import ArgumentError, DDTreeError, LaneError
 
 BUSY = "DEVICE_UNAVAILABLE"  # the driver's word for a device that another process has to itself
+NOT_CAPTURING = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
 Capturable: TypeAlias = Callable[[StreamLike], object]
 """Launches work on the stream that it is given, without allocating and without synchronising."""
@@ -44,7 +45,7 @@ class Lane:
     """
 
     stream: Any = None
-    shared_by: tuple[int, ...] = ()  # the lanes of the same device, if there are several
+    companions: tuple[ReferenceType[Lane], ...] = ()  # the lanes of the group
 
     def __init__(self, index: int, device_id: int | None) -> None:
         self.index = index
@@ -73,6 +74,11 @@ class Lane:
     def is_done(self) -> bool:
         """Whether all that was launched has run to its end; raises `LaneError` if it failed."""
         return True
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the device refuses all further work of this process, as after a bad access to memory."""
+        return False
 
     def capture(self, name: str, call: Capturable) -> None:
         """Capture work as a graph, for `launch`; one of the same name is replaced.
@@ -184,6 +190,7 @@ class DeviceLane(Lane):
         self._graphs: dict[str, Any] = {}
         self._buffers: WeakSet[Any] = WeakSet()
         self._timing = timing
+        self._is_broken = False
         try:
             with kept_context():
                 self._device = Device(device_id)
@@ -199,7 +206,9 @@ class DeviceLane(Lane):
             raise LaneError((index,), f"{self}: the device cannot be used: {reason}{hint}") from error
 
     def __enter__(self) -> Lane:
-        result_of(driver.cuCtxPushCurrent(self.context))
+        (fault,) = driver.cuCtxPushCurrent(self.context)
+        if fault:
+            raise self._fault(fault_text(fault))
         return self
 
     def __exit__(
@@ -217,6 +226,16 @@ class DeviceLane(Lane):
         if fault:
             raise self._fault(fault_text(fault))
         return True
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the device refuses all further work of this process, as after a bad access to memory."""
+        if not self._is_broken and not self.stream.is_closed:
+            fault, status = driver.cuStreamIsCapturing(self.stream.handle)
+            if fault or status == NOT_CAPTURING:  # to query a stream would end its capture
+                (fault,) = driver.cuStreamQuery(self.stream.handle)
+            self._is_broken = is_lasting(fault)
+        return self._is_broken
 
     def capture(self, name: str, call: Capturable) -> None:
         """Capture work as a graph; see `Lane.capture`."""
@@ -326,28 +345,44 @@ class DeviceLane(Lane):
         try:
             self.synchronize()
         finally:
-            self._free()
+            fault = self._free()
+        if fault is not None:
+            raise fault
 
     def _fault(self, reason: str) -> LaneError:
-        (state,) = driver.cuStreamQuery(self.stream.handle) if not self.stream.is_closed else (0,)
-        is_broken = state and state != driver.CUresult.CUDA_ERROR_NOT_READY
-        if not is_broken or not self.shared_by:
+        lanes = [lane for reference in self.companions if (lane := reference()) is not None] or [self]
+        broken = [lane for lane in lanes if lane.is_broken]
+        for lane in broken:
+            if lane.device_id is not None:
+                stop_freeing(lane.device_id)
+        if not self.is_broken or len(broken) < 2:
             return super()._fault(reason)
-        others = " and ".join(map(str, self.shared_by))
-        reason = f"{self}: {reason} (lanes {others} share this device, and the fault may be of any of them)"
-        return LaneError(self.shared_by, reason)
+        if all(lane.device_id == self.device_id for lane in broken):
+            names = " and ".join(str(lane.index) for lane in broken)
+            others = f"lanes {names} share this device, and the fault may be of any of them"
+        else:
+            names = " and ".join(map(str, broken))
+            others = f"{names} report faults, and the first may be of any of them"
+        return LaneError(tuple(lane.index for lane in broken), f"{self}: {reason} ({others})")
 
-    def _free(self) -> None:
-        """Free what there is, in a context that may be broken."""
+    def _free(self) -> LaneError | None:
+        """Free what there is, in a context that may be broken; return the first fault."""
         events = self._begun, self._ended, self._done
-        (fault,) = driver.cuCtxPushCurrent(self.context)
+        (unusable,) = driver.cuCtxPushCurrent(self.context)
+        found = None
         for resource in (*self._graphs.values(), *self._buffers, *events, self.stream):
-            resource.close()
-        if not fault:
+            try:
+                resource.close()
+            except Exception as error:  # what is left is closed all the same
+                if found is None:
+                    found = self._fault(one_line(error))
+                    found.__cause__ = error
+        if not unusable:
             driver.cuCtxPopCurrent()
         self._graphs.clear()
         self._calls.clear()
         self._buffers.clear()
+        return found
 
 
 class kept_context:  # noqa: N801 - named like contextlib's

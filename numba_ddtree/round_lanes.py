@@ -343,7 +343,7 @@ class RoundLanes:
         ArgumentError
             Nothing was captured.
         LaneError
-            A launch failed, by its own fault or that of earlier work on the same device.
+            A launch failed, by its own fault or that of earlier work.
         """
         marks, reader = [], self._reader
         if after is not None:
