@@ -6,6 +6,7 @@ To be imported after the emulation is in place.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,20 @@ def merge(
                 total = (weights * sums[:splits, place, 1]).sum()
                 out[request, node, head] = (weights[:, None] * partials[:splits, place]).sum(0) / total
                 lse[request, node, head] = (largest + np.log2(total)) * math.log(2)
+
+
+def sequences_alone(
+    case: Case, given: Inputs, rng: np.random.Generator, count: int
+) -> Iterator[tuple[int, Case, Inputs]]:
+    """Yield some nodes of the first request, each with a call whose prefix its sequence is."""
+    prefix = case.prefixes[0]
+    visibility = visibility_from_bits(np.asarray(given.tree.ancestor_bits))
+    for node in rng.choice(case.slots, count, replace=False).tolist():
+        path = np.flatnonzero(visibility[0, node])
+        rows = np.ascontiguousarray(given.rows[:1, [*range(prefix), *(prefix + path)]])
+        alone = Case([prefix + len(path) - 1], 1, case.heads, split_blocks=case.split_blocks)
+        queries = [np.ascontiguousarray(each[:1, [node]]) for each in (given.q_nope, given.q_pe)]
+        yield node, alone, Inputs(*queries, rows, tree_of(alone, np.full((1, 1), -1, np.int32)))
 
 
 def assert_close(case: Case, given: Inputs, out: NDArray[Any], lse: NDArray[Any]) -> None:

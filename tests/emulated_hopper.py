@@ -21,10 +21,9 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     merge,
     paged,
     random_inputs,
-    tree_of,
+    sequences_alone,
 )
 
-from numba_ddtree.refs.tree_links import visibility_from_bits  # noqa: E402
 from numba_ddtree.tree_attention import path_blocks  # noqa: E402
 
 MAP_BYTES = 128
@@ -92,15 +91,8 @@ def check_alone(case: Case, rng: np.random.Generator) -> None:
     """Check that nodes have the bits that their sequences have by themselves, all of it in the prefix."""
     given = random_inputs(case, rng)
     out, lse = attend(case, given, rng)
-    prefix = case.prefixes[0]
-    visibility = visibility_from_bits(np.asarray(given.tree.ancestor_bits))
-    for node in rng.choice(case.slots, 2, replace=False):
-        path = np.flatnonzero(visibility[0, node])
-        rows = np.ascontiguousarray(given.rows[:1, [*range(prefix), *(prefix + path)]])
-        alone = Case([prefix + len(path) - 1], 1, case.heads, split_blocks=case.split_blocks)
-        queries = [np.ascontiguousarray(each[:1, [node]]) for each in (given.q_nope, given.q_pe)]
-        root = tree_of(alone, np.full((1, 1), -1, np.int32))
-        out_alone, lse_alone = attend(alone, Inputs(*queries, rows, root), rng)
+    for node, alone, own in sequences_alone(case, given, rng, 2):
+        out_alone, lse_alone = attend(alone, own, rng)
         np.testing.assert_array_equal(out_alone[0, 0], out[0, node])
         np.testing.assert_array_equal(lse_alone[0, 0], lse[0, node])
 

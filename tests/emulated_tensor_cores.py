@@ -139,7 +139,7 @@ def make_row_product(number: str, chunks: int, columns: int, left_bytes: int = C
             for part in range(4):
                 own = left_matrix((left ^ 32 * part) + chunk * left_bytes)
                 for start in range(0, columns, 16):
-                    place = chunk * CHUNK_BYTES + start // 16 * PIECE_BYTES
+                    place = chunk * CHUNK_BYTES + start // 16 * 2 * PIECE_BYTES
                     found = matrices((right ^ 32 * part) + place)
                     for side in range(2):
                         other = np.concatenate(found[2 * side : 2 * side + 2], axis=1).T
@@ -177,11 +177,10 @@ def scale_rows(tile: Tile, factors: Any) -> Tile:
     return tile * np.concatenate(own)
 
 
-def keep_columns(tile: Tile, first: Any, begin: Any, ends: Any) -> Tile:
-    index = np.arange(len(tile))
-    column = int(first) + index // 4 * 8 + index % 2
-    end = np.array([int(end) for end in ends])[index % 4 // 2]
-    return np.where((column >= int(begin)) & (column < end), tile, FLOAT(-np.inf))
+def keep_columns(tile: Tile, upper: Any, lower: Any) -> Tile:
+    bits = int(upper), int(lower)
+    kept = [bits[index % 4 // 2] >> (index // 4 * 16 + index % 2) & 1 for index in range(len(tile))]
+    return np.where(kept, tile, FLOAT(-np.inf))
 
 
 def exp2_below(tile: Tile, maxima: Any) -> Tile:
@@ -192,7 +191,7 @@ def make_row_store(number: str) -> Any:
     def store(address: Any, tile: Tile) -> None:
         words = tile.astype(bfloat16).view(np.uint32)
         for index, word in enumerate(words):
-            place = (int(address) ^ index // 2 * UNIT_BYTES) + index % 2 * 8 * 128 - SHARED_BASE
+            place = (int(address) ^ index // 2 * 2 * UNIT_BYTES) + index % 2 * 8 * 128 - SHARED_BASE
             block().memory[place : place + 4].view(np.uint32)[0] = word
 
     return store
@@ -217,7 +216,7 @@ def make_store(dtype: Any, distance: int) -> Any:
 
 
 def right_address(chunk: Any, lane: Any) -> Any:
-    return unit_address(chunk, int(lane) % 8 + 8 * (int(lane) // 16), int(lane) // 8 % 2)
+    return unit_address(chunk, int(lane) % 8 + 16 * (int(lane) // 16), int(lane) // 8 % 2)
 
 
 PTX = {
@@ -278,7 +277,23 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     merge,
     paged,
     random_inputs,
+    sequences_alone,
+    tree_of,
 )
+
+from numba_ddtree.refs.tree_links import visibility_from_bits  # noqa: E402
+from numba_ddtree.tree_attention import key_blocks  # noqa: E402
+from numba_ddtree.tree_attention.group_steps import State  # noqa: E402
+from numba_ddtree.tree_attention.key_rows import Keys  # noqa: E402
+from numba_ddtree.tree_attention.split_items import Tree  # noqa: E402
+
+FIRST_KEY, APART = 1000, 10**6
+NONE = np.zeros(0, np.int32)
+CONTIGUOUS = Keys(
+    np.uint64(FIRST_KEY), np.int64(1), np.int64(APART), np.uint64(FIRST_KEY), np.int64(1), np.int64(APART),
+    np.int32(APART), np.int32(1), NONE, NONE, np.int32(0),
+)  # fmt: skip
+"""A cache whose addresses alone matter: they count the keys."""
 
 CASES = {
     "one block": Case([20], 1, 40),
@@ -286,6 +301,12 @@ CASES = {
     "splits": Case([127], 3, 24, split_blocks=2, workers=3, is_float32=True),
     "ragged": Case([62, 150], 5, 16, page_size=16, split_blocks=1, workers=3, counts=[2, 5]),
     "tail": Case([100], 5, 8, page_size=16, split_blocks=1, sees_prefix=False),
+    "shared groups": Case([96], 7, 9),
+}
+ALONE = {
+    "alone": Case([64], 9, 8),
+    "alone across blocks": Case([58], 12, 3, page_size=16, split_blocks=1, workers=2),
+    "alone after common groups": Case([85], 7, 12, page_size=64),
 }
 
 
@@ -335,7 +356,87 @@ def check_case(case: Case, rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(bits, others)
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        check_case(CASES[name], np.random.default_rng(len(name)))
+def check_alone(case: Case, rng: np.random.Generator) -> None:
+    """Check that nodes have the bits that their sequences have by themselves, all of it in the prefix."""
+    given = random_inputs(case, rng)
+    options.is_late = True
+    for module in MODULES:
+        out, lse = attend(module, case, given, rng)
+        for node, alone, own in sequences_alone(case, given, rng, 2):
+            out_alone, lse_alone = attend(module, alone, own, rng)
+            np.testing.assert_array_equal(out_alone[0, 0].view(np.uint32), out[0, node].view(np.uint32))
+            np.testing.assert_array_equal(lse_alone[0, 0].view(np.uint32), lse[0, node].view(np.uint32))
+
+
+def check_blocks(rng: np.random.Generator) -> None:
+    """Check which keys the rows of random trees meet."""
+    for _ in range(60):
+        heads = int(rng.choice([1, 2, 3, 8, 12, 16, 64, 128]))
+        prefix = int(rng.choice([0, 1, 47, 48, 49, 63, 64, 65, 100, 112, 127, 128, rng.integers(200)]))
+        slots = int(rng.choice([1, 2, 7, 17, 70]))
+        parents = np.arange(slots, dtype=np.int32) - rng.integers(1, 4, slots).astype(np.int32)
+        parents[1:] = np.maximum(parents[1:], 0)
+        parents[0] = -1
+        links = tree_of(Case([prefix], slots, heads), parents[None])
+        bits, counts = np.asarray(links.ancestor_bits), np.asarray(links.num_nodes)
+        tree = Tree(bits, counts, np.array([prefix], np.int32), np.int32(slots), np.int32(heads))
+        sees = visibility_from_bits(bits)[0]
+        height, length = int(rng.choice([32, 64])), int(rng.choice([1, 2, 100]))
+        sees_prefix = bool(rng.integers(4))
+        for part in range(-(-slots * heads // height)):
+            for split in range(-(-(prefix + int(sees.sum(-1).max())) // (64 * length))):
+                item = key_blocks.item_of(tree, 0, part, height, split, length, sees_prefix)
+                check_item(tree, item, sees, height, sees_prefix)
+
+
+def check_item(tree: Tree, item: Any, sees: NDArray[np.bool_], height: int, sees_prefix: bool) -> None:
+    """Check that each row meets its own keys, each once and in order, in its place of a group of 16."""
+    prefix = int(item.prefix)
+    nodes = (int(item.first_row) + np.arange(int(item.rows))) // int(tree.heads)
+    seen, faults = np.zeros(height, np.int32), np.zeros(height, np.int32)
+    seen[: len(nodes)] = prefix + sees[nodes].sum(-1)
+    state = State(None, None, seen, faults, None, np.array([seen.max(), 0]))
+    found: list[list[int]] = [[] for _ in nodes]
+    block, node = key_blocks.first_block(item, tree, state, sees_prefix)
+    while block >= 0:
+        addresses = np.zeros(128, np.uint64)
+        for slot in range(64):
+            key_blocks.look_up(slot, CONTIGUOUS, tree, item, block, node, state, addresses)
+        met = set()
+        for row, owner in enumerate(nodes):
+            columns = np.arange(64)
+            if node >= 0:
+                bits = int(key_blocks.columns_of(item, tree, state, block, node, np.uint32(row)))
+                columns = np.flatnonzero([bits >> column & 1 for column in range(64)])
+            half = row // 32 * 32
+            assert key_blocks.has_rows(half, 32, item, tree, state, block, node) or len(columns) == 0
+            places = addresses[2 * columns].astype(np.int64) - FIRST_KEY
+            depths = np.cumsum(sees[owner])[np.maximum(0, places - prefix)] - 1
+            positions = np.where(places < prefix, places, prefix + depths)
+            assert (positions % 16 == columns % 16).all()
+            assert (positions // 64 == int(block)).all()
+            found[row] += places.tolist()
+            met |= set(columns.tolist())
+        assert np.flatnonzero(addresses[::2]).tolist() == sorted(met), "a row is loaded for nobody"
+        block, node = key_blocks.following(item, tree, state, block, node)
+    assert not faults.any()
+    for row, owner in enumerate(nodes):
+        keys = [*range(prefix), *(prefix + np.flatnonzero(sees[owner])).tolist()]
+        first = max(64 * int(item.begin), 0 if sees_prefix else prefix)
+        assert found[row] == keys[first : 64 * int(item.end)]
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        rng = np.random.default_rng(len(name))
+        if name == "blocks":
+            check_blocks(rng)
+        elif name in ALONE:
+            check_alone(ALONE[name], rng)
+        else:
+            check_case(CASES[name], rng)
         print(name, "is right", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -31,6 +31,8 @@ PIECE_BYTES = 16 * ROW_BYTES  # sixteen rows of a chunk
 CHUNK_BYTES = 64 * ROW_BYTES  # of 64 rows
 CHUNK_COLUMNS = 64
 CHUNK_STEPS = CHUNK_COLUMNS // 16  # products over 16 terms that a chunk's columns, or rows, make
+UNITS_APART = 2  # between a warp's pieces of 8 columns of a row product, of whose every other one it has
+COLUMNS_APART = 8 * UNITS_APART
 
 
 @device_function
@@ -48,8 +50,11 @@ def left_address(chunk, lane):  # type: ignore[no-untyped-def]
 
 @device_function
 def right_address(chunk, lane):  # type: ignore[no-untyped-def]
-    """Return where a lane reads a right operand stored by columns, a row of the chunk each."""
-    column = uint32(uint32(lane) & uint32(7)) + uint32(uint32(uint32(lane) >> uint32(4)) << uint32(3))
+    """Return where a lane reads a right operand stored by columns, a row of the chunk each.
+
+    Of each 16 rows from `chunk` on, a multiple of 1024, it is the first 8.
+    """
+    column = uint32(uint32(lane) & uint32(7)) + uint32(uint32(lane) >> uint32(4)) * uint32(COLUMNS_APART)
     return unit_address(chunk, column, uint32(uint32(lane) >> uint32(3)) & uint32(1))
 
 
@@ -57,7 +62,7 @@ if not SIMULATED:
     from llvmlite import ir
     from numba.core import types
 
-    from numba_ddtree.device.ptx import FLOAT, VOID, WORD, array_of, assemble, elements_of, intrinsic
+    from numba_ddtree.device.ptx import FLOAT, LONG, VOID, WORD, array_of, assemble, elements_of, intrinsic
 
     def _load_matrices(builder: Any, address: Any, offset: int, *, is_transposed: bool) -> list[Any]:
         transposed = ".trans" if is_transposed else ""
@@ -88,6 +93,7 @@ if not SIMULATED:
     def make_row_product(number: str, chunks: int, columns: int, left_bytes: int = CHUNK_BYTES) -> Any:
         """Make the product of 16 rows and `columns` (a multiple of 16) columns over several chunks.
 
+        The columns are every other 8 of twice as many, those that `right_address` says.
         It is a function of its own, with all steps spelled out, for what the compiler cannot be trusted with:
         each step's operands are loaded two steps ahead, addresses are offsets in the instructions, and even
         and odd steps have totals of their own, so that no product waits for the one before. `number` is
@@ -116,7 +122,7 @@ if not SIMULATED:
                     own = _load_matrices(builder, lefts[part], chunk * left_bytes, is_transposed=False)
                     other = []
                     for piece in range(columns // 16):
-                        place = chunk * CHUNK_BYTES + piece * PIECE_BYTES
+                        place = chunk * CHUNK_BYTES + piece * 2 * COLUMNS_APART * ROW_BYTES
                         other += _load_matrices(builder, rights[part], place, is_transposed=False)
                     return own, other
 
@@ -305,25 +311,23 @@ if not SIMULATED:
         return tile(tile, types.float32), generate
 
     @intrinsic
-    def keep_columns(typing_context: Any, tile: Any, first: Any, begin: Any, ends: Any) -> Any:
-        """Put -inf outside of columns `begin` to `end` - 1 of a 16 rows tall tile.
+    def keep_columns(typing_context: Any, tile: Any, upper: Any, lower: Any) -> Any:
+        """Put -inf in a row product's result where a bit is 0.
 
-        `first` (int32) is the number of the lane's first column; `ends` are two int32, of rows g and g + 8.
+        `upper` and `lower` are the bits (uint64) of rows g and g + 8, shifted down by the lane's first
+        column.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            ends = elements_of(builder, args[3])
+            nothing, zero = ir.Constant(FLOAT, float("-inf")), ir.Constant(LONG, 0)
             kept = []
             for index, element in enumerate(elements_of(builder, args[0])):
-                column = builder.add(args[1], ir.Constant(WORD, index // 4 * 8 + index % 2))
-                is_kept = builder.and_(
-                    builder.icmp_signed(">=", column, args[2]),
-                    builder.icmp_signed("<", column, ends[index % 4 // 2]),
-                )
-                kept.append(builder.select(is_kept, element, ir.Constant(FLOAT, float("-inf"))))
+                bit = ir.Constant(LONG, 1 << (index // 4 * COLUMNS_APART + index % 2))
+                is_kept = builder.icmp_unsigned("!=", builder.and_(args[1 + index % 4 // 2], bit), zero)
+                kept.append(builder.select(is_kept, element, nothing))
             return array_of(builder, kept)
 
-        return tile(tile, types.int32, types.int32, types.UniTuple(types.int32, 2)), generate
+        return tile(tile, types.uint64, types.uint64), generate
 
     @intrinsic
     def exp2_below(typing_context: Any, tile: Any, maxima: Any) -> Any:
@@ -344,7 +348,7 @@ if not SIMULATED:
         return tile(tile, maxima), generate
 
     def make_row_store(number: str) -> Any:
-        """Make the store of a 16 rows tall accumulator as 16-bit numbers, ``"bf16x2"`` or ``"f16x2"``."""
+        """Make the store of a row product's columns as 16-bit numbers, ``"bf16x2"`` or ``"f16x2"``."""
 
         @intrinsic
         def store(typing_context: Any, address: Any, tile: Any) -> Any:
@@ -359,7 +363,7 @@ if not SIMULATED:
                 for index in range(0, len(elements), 2):
                     pair = elements[index : index + 2]
                     word = assemble(builder, WORD, pair, code, "=r,f,f", is_pure=True)
-                    place = builder.xor(args[0], ir.Constant(WORD, index // 4 * UNIT_BYTES))
+                    place = builder.xor(args[0], ir.Constant(WORD, index // 4 * UNITS_APART * UNIT_BYTES))
                     below = index % 4 // 2 * 8 * ROW_BYTES
                     assemble(builder, VOID, [place, word], f"st.shared.b32 [$0+{below}], $1;", "r,r")
                 return context.get_dummy_value()

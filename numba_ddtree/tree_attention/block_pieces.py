@@ -191,17 +191,17 @@ def make_attend(number: str) -> Any:
             item = item_of(tree, request, part, GROUP_ROWS, split, length, sees_prefix)
             cuda.syncthreads()  # of the item before, all is read
             row = fresh_thread()
-            count_keys(row, GROUP_ROWS, tree, item, state.seen, state.faults)
+            count_keys(row, GROUP_ROWS, tree, item, state)
             if row == uint32(0):
                 keep_item(state, request, part, split, index, length)
             first = int64(request) * request_rows + int64(item.first_row)
             at = uint32(base + uint32(QUERIES_AT))
             load_queries(row, GROUP_ROWS, at, queries, first, uint32(item.rows))
             cuda.syncthreads()
-            block, node = first_block(item, tree, state.seen, sees_prefix)
+            block, node = first_block(item, tree, state, sees_prefix)
             table = uint32(0)
             if block >= 0 and row < uint32(KEY_BLOCK):
-                look_up(row, keys, tree, item, block, node, state.seen, s_addresses, state.faults)
+                look_up(row, keys, tree, item, block, node, state, s_addresses)
             cuda.syncthreads()
             a = uint32(base + uint32(PLACES_AT))
             b = uint32(a + uint32(PLACE_BYTES))
@@ -235,12 +235,12 @@ def make_attend(number: str) -> Any:
                 )
                 output = scale_outputs(place_of_thread(), state, output)
                 output = add_values_1(base, b, output)
-                block, node = following(item, tree, state.seen, block, node)
+                block, node = following(item, tree, state, block, node)
                 next_table = uint32(table ^ uint32(NEXT_ADDRESSES))
                 row = fresh_thread()
                 if block >= 0 and row < uint32(KEY_BLOCK):
                     s_next = s_addresses[next_table:]
-                    look_up(row, keys, tree, item, block, node, state.seen, s_next, state.faults)
+                    look_up(row, keys, tree, item, block, node, state, s_next)
                 cuda.syncthreads()
                 load_piece(s_addresses, table, b, 0)
                 close_copies()

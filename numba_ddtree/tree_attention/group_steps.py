@@ -1,8 +1,10 @@
 """Steps of a group of four warps that has 32 rows, between products: the same whichever kernel takes them.
 
 For a block of 64 keys, a warp of the group has scores of 16 rows x 32 keys, and outputs of 32 rows x 128
-columns. Scores become probabilities here, rounded to 16 bits, in shared memory; sums of the unrounded ones
-stay with their lanes. At the end come sums over lanes and warps, and outputs are written.
+columns. It has 8 of each 16 keys, so that 16 keys may lie in one place of the block or another (as in
+`path_blocks`) while their terms stay with the same lanes in the same order. Scores become probabilities here,
+rounded to 16 bits, in shared memory; sums of the unrounded ones stay with their lanes. At the end come sums
+over lanes and warps, and outputs are written.
 
 What several warps need of a row lies in words of shared memory, a `State`.
 """
@@ -25,7 +27,7 @@ from numba_ddtree.cuda_target import (
     uint64,
 )
 from numba_ddtree.device.memory import store_flat
-from numba_ddtree.tree_attention.key_blocks import row_end
+from numba_ddtree.tree_attention.key_blocks import columns_of
 from numba_ddtree.tree_attention.split_items import splits_of, tiles_of_request
 from numba_ddtree.tree_attention.work import KEY_BLOCK, LATENT, TILE_ROWS
 
@@ -60,23 +62,25 @@ ALIGNMENT = 128
 GROUP_ROWS = 32
 GROUP_THREADS = 128
 FIRST_GROUP = 1  # name of the first group's barrier
-ITEM_WORDS = 8
+ITEM_WORDS = 6
+LONGEST_WORDS = TILE_ROWS // 32
 ADDRESS_WORDS = 4 * KEY_BLOCK  # of a block's rows: two addresses of 64 bits each
 
 
 class State(NamedTuple):
     """What is kept of each row, and of the item, in shared memory; words."""
 
-    maxima: Any  # float32 [rows, 2]: of two halves of a block's keys, later their sums
+    maxima: Any  # float32 [rows, 2]: of the keys of two warps, later their sums
     factors: Any  # float32 [rows]: what the row's output is scaled by, later its maximum
     seen: Any  # int32 [rows]: how many keys the row sees
     faults: Any  # int32 [rows]: whether one was not to be found
     item: Any  # int32: request, part, split, index of the item, and length of a split
+    longest: Any  # int32: of each 32 rows of a tile, how many keys one sees at most
 
 
 def state_words(rows: int) -> int:
     """Words of the state of so many rows."""
-    return 5 * rows + ITEM_WORDS
+    return 5 * rows + ITEM_WORDS + LONGEST_WORDS
 
 
 class Place(NamedTuple):
@@ -87,7 +91,7 @@ class Place(NamedTuple):
     warp: Any
     group: Any
     rows: Any  # first of the 16 rows that the warp has scores of
-    keys: Any  # first of its 32 keys
+    keys: Any  # first of its 32 keys, 8 and then the same 8 of each further 16
     row: Any  # first of the two rows that the lane has scores of; the other is 8 further
 
 
@@ -111,6 +115,7 @@ def state_at(base, offset, rows):  # type: ignore[no-untyped-def]
         s_words[uint32(first + uint32(3) * rows) :],
         s_words[uint32(first + uint32(4) * rows) :],
         s_words[uint32(first + uint32(5) * rows) :],
+        s_words[uint32(first + uint32(5) * rows + uint32(ITEM_WORDS)) :],
     )
 
 
@@ -133,7 +138,7 @@ def place_of_thread():  # type: ignore[no-untyped-def]
     warp = uint32(thread >> uint32(5))
     group = uint32(warp >> uint32(2))
     rows = uint32(group * uint32(GROUP_ROWS) + uint32(uint32(warp & uint32(1)) << uint32(4)))
-    keys = uint32(uint32(uint32(warp >> uint32(1)) & uint32(1)) << uint32(5))
+    keys = uint32(uint32(uint32(warp >> uint32(1)) & uint32(1)) << uint32(3))
     row = uint32(rows + uint32(lane >> uint32(2)))
     return Place(thread, lane, warp, group, rows, keys, row)
 
@@ -161,7 +166,7 @@ def kept_item(state):  # type: ignore[no-untyped-def]
 @device_routine
 def half_of(place):  # type: ignore[no-untyped-def]
     """Which half of a block's keys the warp has, 0 or 1."""
-    return uint32(place.keys >> uint32(5))
+    return uint32(place.keys >> uint32(3))
 
 
 def make_weighing(number: str) -> Any:
@@ -183,13 +188,10 @@ def make_weighing(number: str) -> Any:
         other = uint32(own ^ uint32(1))
         scores = scale_tile(scores, scale)
         if node >= 0:
-            ends = (
-                row_end(item, tree, state.seen, block, node, place.row),
-                row_end(item, tree, state.seen, block, node, below),
-            )
-            column = int32(place.keys + uint32(quad << uint32(1)))
-            first_column = int32(item.first_seen - block * int32(KEY_BLOCK))
-            scores = keep_columns(scores, column, first_column, ends)
+            column = uint64(place.keys + uint32(quad << uint32(1)))
+            upper = uint64(columns_of(item, tree, state, block, node, place.row) >> column)
+            lower = uint64(columns_of(item, tree, state, block, node, below) >> column)
+            scores = keep_columns(scores, upper, lower)
         largest = row_maxima(scores)
         top_0 = larger_of(largest[0], cuda.shfl_xor_sync(0xFFFFFFFF, largest[0], 1))
         top_1 = larger_of(largest[1], cuda.shfl_xor_sync(0xFFFFFFFF, largest[1], 1))
@@ -208,7 +210,7 @@ def make_weighing(number: str) -> Any:
         factor_0 = exp2(sum_of(maximum_0, -origin_0))
         factor_1 = exp2(sum_of(maximum_1, -origin_1))
         weights = exp2_below(scores, (origin_0, origin_1))
-        target = unit_address(at, place.row, uint32(place.keys >> uint32(3)))
+        target = unit_address(at, place.row, own)
         store_weights(uint32(target + uint32(quad << uint32(2))), weights)
         if quad == uint32(0) and own == uint32(0):
             state.factors[place.row] = factor_0

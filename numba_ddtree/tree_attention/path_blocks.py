@@ -41,6 +41,13 @@ def nodes_of(first_row, rows, heads):  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def place_of_slot(slot, common, own):  # type: ignore[no-untyped-def]
+    """Place (int32) of the node that a slot of a gathered block belongs to; -1 in the common groups."""
+    group = int32(uint32(slot) // uint32(GROUP))
+    return int32(uint32(group - common) // uint32(own)) if group >= common else int32(-1)
+
+
+@device_routine
 def low_bits(count):  # type: ignore[no-untyped-def]
     """Word (uint64) of so many ones from the lowest bit on, up to all 64."""
     if count <= 0:

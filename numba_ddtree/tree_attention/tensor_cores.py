@@ -2,8 +2,9 @@
 
 Two kernels do it, by the shared memory that a block of threads may have: `whole_blocks`, and `block_pieces`
 where that does not fit. Both take items of query rows, nodes times heads of one request, against one split of
-their keys, and go through blocks of 64 keys in the order of `key_blocks`. Only a node's own rows take part in
-a block that was gathered for it: for the others the maximum stays, the scale is 1 and probabilities are 0.
+their keys, and go through blocks of 64 keys in the order of `key_blocks`. In a block that was gathered, only
+rows of the nodes that share it take part: for the others the maximum stays, the scale is 1 and probabilities
+are 0.
 
 Everything is done by the same instructions in the same order for every block, wherever its keys come from,
 and by both kernels, so that a row's result has the same bits whatever else is in its tile and whichever

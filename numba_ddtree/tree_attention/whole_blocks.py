@@ -6,7 +6,7 @@ its value too, so that a block is read from global memory once.
 
 Two groups of four warps have 32 rows each. For a block of keys, a group computes
 
-1. scores: a warp has 16 rows x 32 keys;
+1. scores: a warp has 16 rows x 32 keys, 8 of each 16;
 2. the rows' new maxima, over the two warps that share rows;
 3. probabilities, rounded to 16 bits, to shared memory; sums of the unrounded ones stay with their lanes;
 4. outputs: a warp has 32 rows x 128 columns, which it rescales, and adds probabilities times values.
@@ -18,7 +18,7 @@ the last block's outputs, so that one has products for the tensor cores while th
     second   | outputs i - 1   loads i + 1   scores i   maxima, probabilities i |
 
 The first group looks up where the rows of block i + 1 are, the second loads them, into the buffer that both
-are then done with. In a block that is gathered for a node, a group that has none of its rows does nothing.
+are then done with. In a block that is gathered for some nodes, a group with none of their rows does nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,14 @@ from numba_ddtree.tree_attention.group_steps import (
     state_words,
 )
 from numba_ddtree.tree_attention.kernel_arguments import SIGNATURE, make_kernel
-from numba_ddtree.tree_attention.key_blocks import count_keys, first_block, following, item_of, look_up
+from numba_ddtree.tree_attention.key_blocks import (
+    count_keys,
+    first_block,
+    following,
+    has_rows,
+    item_of,
+    look_up,
+)
 from numba_ddtree.tree_attention.row_copies import CHUNKS, load_queries, load_row
 from numba_ddtree.tree_attention.split_items import find_item, split_length
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
@@ -90,14 +97,6 @@ def load_block(s_addresses, buffer):  # type: ignore[no-untyped-def]
     load_row(buffer, row_1, unit, latent_1, rotary_1)
     load_row(buffer, row_2, unit, latent_2, rotary_2)
     load_row(buffer, row_3, unit, latent_3, rotary_3)
-
-
-@device_routine
-def has_rows(group, item, tree, node):  # type: ignore[no-untyped-def]
-    """Whether any of a group's rows takes part in a block of a node; in the prefix, -1, all do."""
-    begin = int32(node * int32(tree.heads) - item.first_row)
-    first = int32(group * uint32(GROUP_ROWS))
-    return node < 0 or (begin < first + int32(GROUP_ROWS) and begin + tree.heads > first)
 
 
 def make_attend(number: str) -> Any:
@@ -151,17 +150,17 @@ def make_attend(number: str) -> Any:
                 return
             item = item_of(tree, request, tile, TILE_ROWS, split, length, sees_prefix)
             cuda.syncthreads()  # of the item before, all is read
-            count_keys(place.thread, TILE_ROWS, tree, item, state.seen, state.faults)
+            count_keys(place.thread, TILE_ROWS, tree, item, state)
             if place.thread == uint32(0):
                 keep_item(state, request, tile, split, index, length)
             first = int64(request) * request_rows + int64(item.first_row)
             at = uint32(base + uint32(QUERIES_AT))
             load_queries(place.thread, TILE_ROWS, at, queries, first, uint32(item.rows))
             cuda.syncthreads()
-            block, node = first_block(item, tree, state.seen, sees_prefix)
+            block, node = first_block(item, tree, state, sees_prefix)
             row = place.thread
             if block >= 0 and row < uint32(KEY_BLOCK):
-                look_up(row, keys, tree, item, block, node, state.seen, s_addresses, state.faults)
+                look_up(row, keys, tree, item, block, node, state, s_addresses)
             buffer = uint32(base + uint32(KEYS_AT))
             spare = uint32(buffer + uint32(BLOCK_BYTES))
             cuda.syncthreads()
@@ -171,17 +170,15 @@ def make_attend(number: str) -> Any:
             past = (float32(-np.inf), float32(-np.inf), float32(0), float32(0))
             is_due = False  # whether the second group has outputs to add
             while block >= 0:
-                next_block, next_node = following(item, tree, state.seen, block, node)
-                takes_part = has_rows(place.group, item, tree, node)
+                next_block, next_node = following(item, tree, state, block, node)
+                own_rows = uint32(place.group * uint32(GROUP_ROWS))
+                takes_part = has_rows(own_rows, GROUP_ROWS, item, tree, state, block, node)
                 close_copies()
                 wait_for_copies()
                 cuda.syncthreads()
                 if is_first:
                     if next_block >= 0 and row < uint32(KEY_BLOCK):
-                        look_up(
-                            row, keys, tree, item, next_block, next_node, state.seen, s_addresses,
-                            state.faults,
-                        )  # fmt: skip
+                        look_up(row, keys, tree, item, next_block, next_node, state, s_addresses)
                     named_arrival(uint32(LOOKED_UP), uint32(THREADS))
                 else:
                     if is_due:
