@@ -135,6 +135,24 @@ def test_nodes_equal_decoding_alone(
     )
 
 
+@pytest.mark.parametrize(("H", "N"), [(1, 33), (2, 33), (8, 17), (12, 17), (32, 5)])
+def test_nodes_that_share_blocks(
+    rng: np.random.Generator,
+    library: Library,
+    compute_in_whole_blocks: Callable[..., Results],
+    H: int,
+    N: int,
+) -> None:
+    """As many as share a block in half a tile, where other nodes share one in a whole tile."""
+    prefixes = [64 + start for start in (0, 1, 15, 16, 17, 32, 47, 48, 63)]
+    inputs = make_inputs(rng, prefixes, N=N, H=H, page_size=16)
+    options: dict[str, Any] = {"kernel": "tensor_cores", "split_keys": 64, "max_prefix_length": 1000}
+    got = compute(library, inputs, **options)
+    assert_accurate(inputs, *got)
+    assert_same(got, compute_in_whole_blocks(inputs, **options))
+    assert_nodes_equal_decoding(library, rng, inputs, page_size=1, other_page_size=64, **options)
+
+
 def test_tail(rng: np.random.Generator, library: Library) -> None:
     inputs = make_inputs(rng, [0, 63, 64, 5000, 130], N=65, H=4, page_size=64)
     tail = compute(library, inputs, function=numba_ddtree.tree_tail_attention, kernel="tensor_cores")

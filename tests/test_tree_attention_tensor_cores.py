@@ -536,6 +536,27 @@ def test_nodes_equal_decoding_alone(
     )
 
 
+@pytest.mark.parametrize(
+    ("H", "N"), [(1, 33), (2, 33), (3, 33), (8, 33), (12, 17), (16, 17), (64, 5), (128, 3)]
+)
+def test_nodes_that_share_blocks_equal_decoding_alone(
+    rng: np.random.Generator, library: Library, kernel: str, H: int, N: int
+) -> None:
+    """Paths that begin in every group of 16 keys, so that as many nodes as can be share a block."""
+    prefixes = [64 + start for start in (0, 1, 14, 15, 16, 17, 31, 32, 33, 47, 48, 49, 62, 63)]
+    inputs = make_inputs(rng, prefixes, N=N, H=H, page_size=16)
+    assert_nodes_equal_decoding(
+        library,
+        rng,
+        inputs,
+        page_size=1,
+        other_page_size=64,
+        max_prefix_length=1000,
+        kernel=kernel,
+        split_keys=64,
+    )
+
+
 def chains(inputs: CacheInputs) -> CacheInputs:
     """Make every tree a chain, whose path crosses as many blocks as it can."""
     tree = inputs.tree
