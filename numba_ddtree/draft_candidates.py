@@ -69,9 +69,10 @@ MAX_K = 1024
 MAX_VOCABULARY = 2**18
 BLOCKS_PER_PROCESSOR = 4
 ALIGNED_SHARE = 0.9  # of the blocks that run at once, from which on whole rows for each are better
-# The threshold rises when this part of the wanted number has entered beyond it, at least so many.
-# From 1 on, the merge has room for two pieces at once: were it less, it might find too few keys in them.
-GROWTH = 2
+# The threshold rises when this part of the wanted number has entered beyond it, at least so many. With 1,
+# four blocks have room on a multiprocessor of 228 KB, whatever is wanted; were it less, the merge would have
+# none for two pieces at once, and might find too few keys in them.
+GROWTH = 1
 LEAST_GROWTH = 96
 RESERVED_SHARED_BYTES = 1024  # that the driver takes of each block's shared memory
 PIECE_SHARE = 16  # a piece has at least so many numbers for each one that is kept of it

@@ -224,6 +224,7 @@ def a_device(processors: int, kilobytes: int) -> Iterator[None]:
 def test_scan_has_room_for_what_it_looks_at(k: int) -> None:
     with a_device(132, 228):
         plan = draft_candidates._plan(7, 100_000, k, False)
+        assert draft_candidates._blocks_together(plan.wanted, plan.growth) == 4 * 132
     maxima = first_maxima_of(plan.wanted, plan.growth)
     assert 2 * plan.wanted <= maxima * THREADS <= capacity_of(plan.wanted, plan.growth)
     assert FIRST_TILES % maxima == 0
@@ -359,6 +360,20 @@ def test_kernel_finds_candidates_that_crowd_in_one_place(rng: np.random.Generato
     logits[0, 2, 20_000:] += 20
     logits[0, 3, :3000] += 20
     check_topk(numba_library(), logits, k, temperature=0.9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [64, 1024])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_on_samples_that_mislead(rng: np.random.Generator, k: int, dtype: Any) -> None:
+    # What a sample is taken of, 128 numbers at a time, has nearly all candidates; all, or more than that.
+    tiles = 100
+    logits = rng.normal(size=(1, 4, tiles * TILE)).astype(np.float32)
+    units = np.arange(64) * tiles // 8 * 128
+    sampled = (units[:, None] + np.arange(0, 128, 4)).reshape(-1)
+    for row, lifted in enumerate((k // 2, k - 1, k, 2 * k)):
+        logits[0, row, rng.permutation(sampled)[:lifted]] += 20
+    check_topk(numba_library(), logits.astype(dtype), k, pieces_per_row=1)
 
 
 @pytest.mark.gpu

@@ -1,13 +1,18 @@
 """Scan of a piece of a row of logits for its best candidates, and the sum of the others.
 
-A piece begins with a look at its first tiles for a threshold: of the maxima of so many groups of numbers, one
-that as many as are wanted reach. Then most of it is scanned in strides of several tiles. Quads with a number
-above the threshold are few: their threads put them aside, and go through them after several strides; and
-threads wait for each other more rarely still, since there is room for what enters meanwhile. Where there was
-none, the tiles are scanned again, one at a time, as are those at a row's ends.
+A piece begins with a look for a threshold. In a long piece that is a look at a sample, all over it, for a
+number that somewhat more than as many as are wanted are expected to reach; should they not, the piece is
+scanned anew. In a short one, and then, it is one at the first tiles: for one of the maxima of so many
+groups of their numbers that as many as are wanted reach. Then most of it is scanned in strides of several
+tiles. Quads with a number above the threshold are few: their threads put them aside, and go through them
+after several strides; and threads wait for each other more rarely still, since there is room for what
+enters meanwhile. Where there was none, the tiles are scanned again, one at a time, as are those at a row's
+ends.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
@@ -31,6 +36,8 @@ from numba_ddtree.device.candidates import (
     PIECE,
     ROUNDER,
     START,
+    SURE,
+    TEMPERATURE,
     THREADS,
     THRESHOLD,
     TILE,
@@ -48,17 +55,23 @@ from numba_ddtree.device.candidates import (
     sum_over_block,
     temperature_of,
 )
-from numba_ddtree.device.exponentials import exponential
+from numba_ddtree.device.exponentials import exponent_scale, exponential, scale_terms
 from numba_ddtree.device.floats import double_bits
 from numba_ddtree.device.kept_quads import keep_or_add, kept_quad, next_place, place_in, summable
 from numba_ddtree.device.optional import is_given
 from numba_ddtree.device.rows import begins_with_row, load_quad, load_quad_within, maximum, quad_floats
+from numba_ddtree.device.warp import LANES
 
 STRIDE = 4  # tiles whose loads are in flight at once
 STRIDES = 8  # between looks at how many have entered, at most: a bit for each tile of them in a word
-KEPT_QUADS = 8  # that a thread has room for
+KEPT_QUADS = 7  # that a thread has room for
 FIRST_TILES = 16  # that are looked at for a first threshold, at most
-BATCH = 8  # of them, whose loads are in flight at once
+BATCH = 8  # of them, whose loads are in flight at once; as many make a sample
+SAMPLE_MAXIMA = 4  # groups a thread that a sample has
+SAMPLED_TILES = 4 * BATCH  # that a piece has at least of which a sample is taken
+# Of random rows one in a million has more of the wanted numbers in its sample than m + 5 (m^1/2 + 1), m being
+# how many it has on average.
+SAMPLE_MARGIN = np.float32(5)
 SLACK_SHIFT = 3  # of the growth, the part that may stay beyond the wanted number
 NO_END = np.uint32(0xFFFFFFFF)  # a length of columns that are known to be within it
 INFINITE_ORDER = np.uint32(0xFF800000)  # of +inf
@@ -182,6 +195,13 @@ def scan_quad(  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def reaching_of_sample(wanted, tiles):  # type: ignore[no-untyped-def]
+    """Choose how many of a sample's numbers reach the threshold, so that more than are wanted of all do."""
+    mean = float32(float32(wanted * BATCH) / float32(tiles))
+    return int32(mean + SAMPLE_MARGIN * float32(math.sqrt(mean) + float32(1)))
+
+
+@device_routine
 def find_first_threshold(  # type: ignore[no-untyped-def]
     logits,
     bias,
@@ -191,14 +211,16 @@ def find_first_threshold(  # type: ignore[no-untyped-def]
     place,
     column,
     tiles,
+    apart,
     first_maxima,
     wanted,
-    slack,
+    growth,
     shared,
 ):
     """Set a threshold that `wanted` of the numbers of so many tiles are above, if it is finite.
 
-    The tiles are within the row, and a multiple of the batch. The block takes part.
+    The tiles are within the row, and a multiple of the batch. Where a thread's quads are more than a tile
+    apart, they are a sample, and so many of all numbers are expected to be above. The block takes part.
     """
     s_state, s_bins, s_bound, _, s_scale, _, s_keys = shared
     thread = uint32(cuda.threadIdx.x)
@@ -208,27 +230,31 @@ def find_first_threshold(  # type: ignore[no-untyped-def]
     for start in range(uint32(0), uint32(tiles), uint32(BATCH)):
         quads = (
             load_quad(logits, place, misalignment),
-            load_quad(logits, place + TILE, misalignment),
-            load_quad(logits, place + 2 * TILE, misalignment),
-            load_quad(logits, place + 3 * TILE, misalignment),
-            load_quad(logits, place + 4 * TILE, misalignment),
-            load_quad(logits, place + 5 * TILE, misalignment),
-            load_quad(logits, place + 6 * TILE, misalignment),
-            load_quad(logits, place + 7 * TILE, misalignment),
+            load_quad(logits, place + apart, misalignment),
+            load_quad(logits, place + 2 * apart, misalignment),
+            load_quad(logits, place + 3 * apart, misalignment),
+            load_quad(logits, place + 4 * apart, misalignment),
+            load_quad(logits, place + 5 * apart, misalignment),
+            load_quad(logits, place + 6 * apart, misalignment),
+            load_quad(logits, place + 7 * apart, misalignment),
         )
         for step in range(BATCH):
             numbers = numbers_of(quads[step], column, logits, bias, token_bitmask, mask_start)
             highest = maximum(highest, largest_of(numbers))
-            column = int32(column + TILE)
+            column = int32(column + apart)
             if uint32(uint32(start) + uint32(step)) & last_of_group == last_of_group:
                 s_keys[key_place] = candidate_key(highest, key_place)
                 key_place = uint32(key_place + uint32(THREADS))
                 highest = -INFINITY
-        place = place + BATCH * TILE
+        place = place + BATCH * apart
     if thread == uint32(0):
         s_state[COUNT] = int32(first_maxima * THREADS)
     cuda.syncthreads()
-    edge = find_edge(s_state, s_bins, s_keys, wanted, slack)
+    reaching, slack = int32(wanted), int32(growth >> SLACK_SHIFT)
+    if apart > TILE:  # here, so that they take no registers before
+        reaching = reaching_of_sample(wanted, apart // (TILE // BATCH))
+        slack = int32(reaching >> SLACK_SHIFT)
+    edge = find_edge(s_state, s_bins, s_keys, reaching, slack)
     order = uint32(edge >> uint64(32))
     if thread == uint32(0):
         s_state[COUNT] = 0
@@ -319,6 +345,7 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
     if thread == 0:
         s_state[NEXT] = begin
         s_state[END] = end
+        s_state[SURE] = 0
     cuda.syncthreads()
     while s_state[NEXT] < s_state[END]:
         begin, end = s_state[NEXT], s_state[END]
@@ -338,7 +365,7 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
             s_state[CARE] = int32(skipped > 0)
             s_state[PACE] = 1
             s_state[FOLLOWING] = int32(begin + last - tile)
-        scale = begin_piece(shared, temperature)
+        begin_piece(shared, temperature)
         count = int32(0)
         # Strides that begin from `s_state[CARE]` to `last_stride` are within the row, and need no care.
         last_stride = int32(min(last, int32(uint32(length + skipped) // uint32(TILE))) - STRIDE)
@@ -346,10 +373,22 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
         tiles = int32(FIRST_TILES)
         while tiles >= BATCH and tiles > last_stride + STRIDE - first:
             tiles = int32(tiles >> 1)
-        if tiles >= max(BATCH, first_maxima) and first_maxima > 0:
+        maxima = int32(first_maxima)
+        apart = int32(TILE)
+        own = int32(4 * thread)
+        whole = int32(last_stride + STRIDE - first)
+        many = int32(reaching_of_sample(wanted, max(whole, 1)))
+        if s_state[SURE] == 0 and whole >= SAMPLED_TILES and many <= SAMPLE_MAXIMA * THREADS // 2:
+            # What a warp loads at once is as far from what the next one loads.
+            tiles = int32(BATCH)
+            maxima = int32(SAMPLE_MAXIMA)
+            apart = int32(uint32(whole * TILE) // uint32(BATCH * 4 * LANES) * uint32(4 * LANES))
+            part = uint32(uint32(thread) // uint32(LANES) * uint32(apart)) // uint32(TILE)
+            own = int32(part * uint32(4 * LANES) + uint32(thread) % uint32(LANES) * uint32(4))
+        if tiles >= max(BATCH, maxima) and maxima > 0:
             if thread == 0:
                 s_state[PACE] = most_strides
-            column = int32(first * TILE + offset)
+            column = int32(first * TILE - skipped + own)
             find_first_threshold(
                 logits,
                 bias,
@@ -359,11 +398,14 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                 start + int64(column),
                 column,
                 tiles,
-                first_maxima,
+                apart,
+                maxima,
                 wanted,
-                int32(growth >> SLACK_SHIFT),
+                growth,
                 shared,
             )
+        # Only now, so that it takes no registers before.
+        scale = scale_terms(exponent_scale(s_scale[TEMPERATURE]))
         while tile < s_state[LAST]:
             threshold = s_bound[THRESHOLD]
             terms = s_bound[ORIGIN], s_bound[FLOOR], s_bound[ROUNDER]
@@ -474,16 +516,24 @@ def scan_logits_kernel(  # type: ignore[no-untyped-def]
                     # Of half as many numbers as there were, about half as many enter as stay.
                     s_state[PACE] = int32(min(most_strides, max(1, (tile - s_state[START]) // (2 * STRIDE))))
                 count = raise_threshold(shared, wanted, slack)
-        piece = uint32(s_state[PIECE])
-        rank = uint32(thread)
-        while rank < uint32(wanted):
-            key = s_keys[rank] if rank < uint32(count) else uint64(0)
-            workspace[piece, uint32(rank + uint32(HEADER))] = int64(key)
-            rank = uint32(rank + uint32(THREADS))
-        total = sum_over_block(s_sums)
-        if thread == 0:
-            workspace[piece, 0] = double_bits(total)
-            workspace[piece, 1] = packed_reference(s_bound, s_scale)
-            workspace[piece, 2] = int64(s_state[BAD])
-            s_state[NEXT] = s_state[FOLLOWING]
+        is_misled = count < wanted and s_bound[THRESHOLD] > -INFINITY
+        if is_misled and s_state[SURE] == 0 and s_state[BAD] == 0:
+            # The sample's threshold was too high: the same piece again, without.
+            cuda.syncthreads()  # all have read that there was one
+            if thread == 0:
+                s_state[SURE] = 1
+        else:
+            piece = uint32(s_state[PIECE])
+            rank = uint32(thread)
+            while rank < uint32(wanted):
+                key = s_keys[rank] if rank < uint32(count) else uint64(0)
+                workspace[piece, uint32(rank + uint32(HEADER))] = int64(key)
+                rank = uint32(rank + uint32(THREADS))
+            total = sum_over_block(s_sums)
+            if thread == 0:
+                workspace[piece, 0] = double_bits(total)
+                workspace[piece, 1] = packed_reference(s_bound, s_scale)
+                workspace[piece, 2] = int64(s_state[BAD])
+                s_state[NEXT] = s_state[FOLLOWING]
+                s_state[SURE] = 0
         cuda.syncthreads()

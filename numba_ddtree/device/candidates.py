@@ -48,7 +48,7 @@ BINS = 256
 DIGIT_BITS = 8
 # Words of a block's state: of its candidates, then of its piece, for the scan.
 COUNT, KEPT, ABOVE, BIN, FILLED, BAD = range(6)
-PIECE, START, LAST, CARE, FIRST, PACE, NEXT, FOLLOWING, END = range(6, 15)
+PIECE, START, LAST, CARE, FIRST, PACE, NEXT, FOLLOWING, END, SURE = range(6, 16)
 STATE_WORDS = 16
 THRESHOLD, ORIGIN, FLOOR, ROUNDER = range(4)  # of a block's bound
 BOUND_WORDS = 4

@@ -21,6 +21,7 @@ from topk_checks import (
 
 from numba_ddtree import ArgumentError
 from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.device import candidate_scan
 from numba_ddtree.device.candidate_merge import bank_place, piece_of, sort_keys
 from numba_ddtree.device.candidates import THREADS
 from numba_ddtree.draft_candidates import TILE, draft_topk, draft_topk_workspace_shape
@@ -64,6 +65,28 @@ def test_candidates_that_crowd_in_one_place(rng: np.random.Generator, device: Li
     logits[0, 2, 12 * TILE :] += 20
     logits[0, 3, : 3 * TILE] += 20
     check_topk(device, logits, k, temperature=0.9)
+
+
+@pytest.mark.parametrize(("lifted", "looks"), [(0, 1), (20, 1), (30, 2), (128, 2)])
+def test_samples_that_mislead(
+    rng: np.random.Generator, device: Library, monkeypatch: pytest.MonkeyPatch, lifted: int, looks: int
+) -> None:
+    apart: list[int] = []
+    find = candidate_scan.find_first_threshold
+
+    def recording(*args: Any) -> None:
+        if cuda.threadIdx.x == 0:
+            apart.append(int(args[8]))
+        find(*args)
+
+    monkeypatch.setattr(candidate_scan, "find_first_threshold", recording)
+    tiles = 45
+    logits = rng.normal(size=(1, 1, tiles * TILE)).astype(np.float32)
+    # One of each quad of every other warp's load in the sample, so that all are maxima of groups.
+    sampled = np.concatenate([np.arange(0, TILE, 4) + unit * (tiles // 8) * TILE for unit in range(0, 8, 2)])
+    logits[0, 0, rng.permutation(sampled)[:lifted]] += 20
+    check_topk(device, logits, 40, pieces_per_row=1)
+    assert apart == [tiles // 8 * TILE, TILE][:looks]
 
 
 @pytest.mark.parametrize("value", [-1e9, 3e6, 2e38])
