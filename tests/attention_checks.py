@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 import numba_ddtree
 from inputs import link, make_parents
-from numba_ddtree import DraftTree, TreeAttention
+from numba_ddtree import DraftTree, TreeAttention, tree_attention_workspace_bytes
 from numba_ddtree.refs import kv_compact as pages_reference
 from numba_ddtree.refs import tree_attention as reference
 from numba_ddtree.refs.tree_links import visibility_from_bits
+from numba_ddtree.tree_attention.splits import SLOT_BYTES
 
 LATENT, ROPE = 512, 64
 FROBENIUS_TOLERANCE = 2.5e-3
@@ -466,3 +467,14 @@ def assert_nodes_equal_decoding(
         assert not wrong, f"{name} differs from decoding alone: {wrong[:8]}"
         rows = from_requests[:, None], order
         assert same_bits(by_moving, got[rows]).all(), f"{name} differs in a moved tree"
+
+
+def workspace_limits(batch: int, slots: int, heads: int, longest: int, split_keys: int) -> list[int]:
+    """Return workspace limits with which none, some and all of a batch's tiles have slots."""
+    sizes: dict[str, Any] = {"max_prefix_length": longest, "max_depth": slots - 1, "split_keys": split_keys}
+    tiles = batch * -(-slots * heads // 64)
+    folding = tiles * SLOT_BYTES
+    tile_bytes = (
+        tree_attention_workspace_bytes(1, 1, 64, **sizes) - SLOT_BYTES
+    )  # what a tile takes beside a worker's slot, and a little more
+    return [folding + count * tile_bytes for count in (0, 1, 2, 5, tiles - 1, tiles)]

@@ -40,6 +40,7 @@ class Case:
     sees_prefix: bool = True
     is_late: bool = False
     scale: float = SCALE
+    rest_tiles: int = 191
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -97,25 +98,49 @@ def paged(case: Case, rows: NDArray[Any], rng: np.random.Generator) -> tuple[NDA
     return cache, table, each
 
 
-def merge(
-    case: Case, tree: DraftTree, partials: Any, sums: Any, out: NDArray[Any], lse: NDArray[Any]
-) -> None:
-    """Merge rows of several splits as the merging kernel does, and fill those of no node."""
-    _, slots, heads = lse.shape
-    lengths = visibility_from_bits(np.asarray(tree.ancestor_bits)).sum(-1)
-    for request, prefix in enumerate(case.prefixes):
-        used = int(np.asarray(tree.num_nodes)[request])
-        out[request, used:], lse[request, used:] = 0, -np.inf
-        for row in range(used * heads):
-            node, head = divmod(row, heads)
-            splits = -(-(prefix + int(lengths[request, node])) // (64 * case.split_blocks))
-            if splits > 1:
-                place = 64 * request * -(-slots * heads // 64) + row
-                largest = sums[:splits, place, 0].max()
-                weights = np.exp2(sums[:splits, place, 0] - largest)
-                total = (weights * sums[:splits, place, 1]).sum()
-                out[request, node, head] = (weights[:, None] * partials[:splits, place]).sum(0) / total
-                lse[request, node, head] = (largest + np.log2(total)) * math.log(2)
+@dataclass
+class Partials:
+    """Memory for partial results, poisoned, and where splits have been left unmerged."""
+
+    max_splits: int
+    rest_tiles: int
+    workers: int
+    numbers: NDArray[np.float32]
+    sums: NDArray[np.float32]
+    first_rows: NDArray[np.int64]
+    num_rest: NDArray[np.int32]
+
+    @classmethod
+    def make(cls, case: Case) -> Partials:
+        tiles = len(case.prefixes) * -(-case.slots * case.heads // 64)
+        max_splits = -(-(max(case.prefixes) + case.slots) // (64 * case.split_blocks))
+        rest_tiles = min(tiles, case.rest_tiles)
+        rows = 64 * (max_splits * rest_tiles + case.workers)
+        return cls(
+            max_splits,
+            rest_tiles,
+            case.workers,
+            np.full((rows, 512), np.nan, np.float32),
+            np.full((rows, 4), np.nan, np.float32),
+            np.full(2 * rest_tiles + 1, -1, np.int64),
+            np.full(1, -1, np.int32),
+        )
+
+    def merge(self, height: int, out: NDArray[Any], lse: NDArray[Any]) -> None:
+        """Merge rows as the merging kernel does, for parts of so many rows."""
+        out_rows, lse_rows = out.reshape(-1, 512), lse.reshape(-1)
+        for part in range(int(self.num_rest[0])):
+            for row in range(height):
+                place = part * self.max_splits * height + row
+                splits = int(self.sums[place, 3])
+                places = place + height * np.arange(splits)
+                if splits > 1:
+                    largest = self.sums[places, 0].max()
+                    weights = np.exp2(self.sums[places, 0] - largest)
+                    total, rounded = weights @ self.sums[places, 1:3]
+                    target = self.first_rows[part] + row
+                    out_rows[target] = weights @ self.numbers[places] / rounded
+                    lse_rows[target] = (largest + np.log2(total)) * math.log(2)
 
 
 def sequences_alone(

@@ -17,8 +17,8 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     SCALE,
     Case,
     Inputs,
+    Partials,
     assert_close,
-    merge,
     paged,
     random_inputs,
     sequences_alone,
@@ -42,6 +42,8 @@ CASES = {
     "late splits": Case([0, 63], 7, 12, page_size=7, split_blocks=1, workers=2, is_late=True),
     "ragged": Case([70, 150], 9, 16, page_size=64, split_blocks=2, workers=3, counts=[5, 9]),
     "float32": Case([100], 9, 16, page_size=16, split_blocks=1, workers=2, is_float32=True),
+    "folded": Case([130, 60], 5, 24, split_blocks=1, workers=2, rest_tiles=1),
+    "folded in float32": Case([130], 5, 24, split_blocks=1, is_float32=True, rest_tiles=0),
     "tail": Case([100], 9, 16, page_size=16, split_blocks=1, sees_prefix=False),
     "negative scale": Case([70], 3, 64, scale=-SCALE),
 }
@@ -54,13 +56,10 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
     ckv, kpe = np.ascontiguousarray(cache[..., :512]), np.ascontiguousarray(cache[..., 512:])
     pages, page_size = cache.shape[:2]
     MAPS[FIRST_MAP], MAPS[FIRST_MAP + MAP_BYTES] = ckv, kpe
-    batch, slots, heads = given.q_nope.shape[:3]
-    tiles = batch * -(-slots * heads // 64)
-    max_splits = -(-(max(case.prefixes) + slots) // (64 * case.split_blocks))
+    slots, heads = given.q_nope.shape[1:3]
+    partials = Partials.make(case)
     out = np.full(given.q_nope.shape, np.nan, np.float32 if case.is_float32 else bfloat16)
     lse = np.full(given.q_nope.shape[:3], np.nan, np.float32)
-    partials = np.full((max_splits, tiles * 64, 512), np.nan, np.float32)
-    sums = np.full((max_splits, tiles * 64, 2), np.nan, np.float32)
     i32, i64, u64 = np.int32, np.int64, np.uint64
     arguments = (
         u64(given.q_nope.ctypes.data), i64(1024), u64(given.q_pe.ctypes.data), i64(128),
@@ -68,16 +67,17 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
         u64(kpe.ctypes.data), i64(128), i64(128 * page_size),
         i32(page_size), i32(pages), table, np.zeros(0, np.int32), i32(each),
         given.tree.ancestor_bits, given.tree.num_nodes, np.array(case.prefixes, np.int32),
-        i32(slots), i32(heads), i32(0), i32(tiles), i32(case.workers), i32(case.split_blocks),
-        i32(max_splits), i32(MAX_KEYS), u64(FIRST_MAP), i32(len(table) == 0 or page_size % 64 == 0),
-        i32(case.sees_prefix), np.float32(case.scale * math.log2(math.e)), partials, sums,
+        i32(slots), i32(heads), i32(case.workers), i32(partials.rest_tiles), i32(case.split_blocks),
+        i32(partials.max_splits), i32(MAX_KEYS), u64(FIRST_MAP), i32(len(table) == 0 or page_size % 64 == 0),
+        i32(case.sees_prefix), np.float32(case.scale * math.log2(math.e)),
+        partials.numbers, partials.sums, partials.first_rows, partials.num_rest,
         u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
     )  # fmt: skip
     kernel = hopper.make_kernel("bf16", "kernel")
     for index in range(case.workers):
         run_block(kernel, index, arguments)
     merged = out.astype(np.float32)
-    merge(case, given.tree, partials, sums, merged, lse)
+    partials.merge(64, merged, lse)
     return merged, lse
 
 

@@ -21,9 +21,11 @@ from emulated_warpgroups import (
     by_rows,
     copy_async,
     emulated,
+    global_bytes,
     local,
     make_handover,
     options,
+    replace_outputs,
     row_maxima,
     row_sums,
     run_block,
@@ -215,6 +217,14 @@ def make_store(dtype: Any, distance: int) -> Any:
     return store
 
 
+def make_fold(distance: int) -> Any:
+    def fold(address: Any, row: Tile, kept: Any, added: Any) -> Tile:
+        pairs = [global_bytes(int(address) + index * distance * 4, 8) for index in range(len(row) // 2)]
+        return FLOAT(kept) * np.concatenate(pairs).view(np.float32) + FLOAT(added) * row
+
+    return fold
+
+
 def right_address(chunk: Any, lane: Any) -> Any:
     return unit_address(chunk, int(lane) % 8 + 16 * (int(lane) // 16), int(lane) // 8 % 2)
 
@@ -235,6 +245,7 @@ TILE = {
     "keep_columns": keep_columns,
     "left_address": lambda chunk, lane: unit_address(chunk, int(lane) % 16, int(lane) // 16),
     "make_column_product": make_column_product,
+    "make_row_float_fold": make_fold,
     "make_row_float_store": lambda distance: make_store(np.float32, distance),
     "make_row_part": make_row_part,
     "make_row_product": make_row_product,
@@ -263,6 +274,7 @@ def kernel_modules() -> tuple[Any, Any]:
         array = types.SimpleNamespace(array=lambda count, kind: SharedWords(KINDS[kind]))
         Target.shared = array
         from numba_ddtree.tree_attention import block_pieces, whole_blocks
+    replace_outputs()
 
     return whole_blocks, block_pieces
 
@@ -273,8 +285,8 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     SCALE,
     Case,
     Inputs,
+    Partials,
     assert_close,
-    merge,
     paged,
     random_inputs,
     sequences_alone,
@@ -302,6 +314,7 @@ CASES = {
     "ragged": Case([62, 150], 5, 16, page_size=16, split_blocks=1, workers=3, counts=[2, 5]),
     "tail": Case([100], 5, 8, page_size=16, split_blocks=1, sees_prefix=False),
     "shared groups": Case([96], 7, 9),
+    "folded": Case([127, 70], 3, 24, split_blocks=1, workers=2, rest_tiles=1),
 }
 ALONE = {
     "alone": Case([64], 9, 8),
@@ -317,13 +330,10 @@ def attend(
     cache, table, each = paged(case, given.rows, rng)
     ckv, kpe = np.ascontiguousarray(cache[..., :512]), np.ascontiguousarray(cache[..., 512:])
     pages, page_size = cache.shape[:2]
-    batch, slots, heads = given.q_nope.shape[:3]
-    tiles = batch * -(-slots * heads // 64)
-    max_splits = -(-(max(case.prefixes) + slots) // (64 * case.split_blocks))
+    slots, heads = given.q_nope.shape[1:3]
+    partials = Partials.make(case)
     out = np.full(given.q_nope.shape, np.nan, np.float32 if case.is_float32 else bfloat16)
     lse = np.full(given.q_nope.shape[:3], np.nan, np.float32)
-    partials = np.full((max_splits, tiles * 64, 512), np.nan, np.float32)
-    sums = np.full((max_splits, tiles * 64, 2), np.nan, np.float32)
     i32, i64, u64 = np.int32, np.int64, np.uint64
     arguments = (
         u64(given.q_nope.ctypes.data), i64(1024), u64(given.q_pe.ctypes.data), i64(128),
@@ -331,15 +341,16 @@ def attend(
         u64(kpe.ctypes.data), i64(128), i64(128 * page_size),
         i32(page_size), i32(pages), table, np.zeros(0, np.int32), i32(each),
         given.tree.ancestor_bits, given.tree.num_nodes, np.array(case.prefixes, np.int32),
-        i32(slots), i32(heads), i32(0), i32(tiles), i32(case.workers), i32(case.split_blocks),
-        i32(max_splits), i32(2**30), i32(case.sees_prefix), FLOAT(case.scale * math.log2(math.e)),
-        partials, sums, u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
+        i32(slots), i32(heads), i32(case.workers), i32(partials.rest_tiles), i32(case.split_blocks),
+        i32(partials.max_splits), i32(2**30), i32(case.sees_prefix), FLOAT(case.scale * math.log2(math.e)),
+        partials.numbers, partials.sums, partials.first_rows, partials.num_rest,
+        u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
     )  # fmt: skip
     options.threads = module.THREADS
     for index in range(case.workers):
         run_block(module.KERNELS["bfloat16"].function, index, arguments)
     merged = out.astype(np.float32)
-    merge(case, given.tree, partials, sums, merged, lse)
+    partials.merge(64 // module.PARTS, merged, lse)
     return merged, lse
 
 

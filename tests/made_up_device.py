@@ -49,7 +49,8 @@ class MadeUpDevice:
 def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
     """Put a made-up device in the place of CUDA's, where plans and calls of tree attention look for one."""
     made_up = MadeUpDevice()
-    empty, nothing = view(0, (0,), np.int32), view(1 << 30, (1, 1, 1), np.float32)
+    empty, nothing = view(0, (0,), np.int32), view(1 << 30, (1, 1), np.float32)
+    no_rows, no_word = view(1 << 30, (1,), np.int64), view(1 << 30, (1,), np.int32)
     target = SimpleNamespace(
         synchronize=lambda: None,
         gpus=[0],
@@ -63,7 +64,7 @@ def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
     monkeypatch.setattr(transfer_module, "_empty", lambda _: empty)
     monkeypatch.setattr(transfer_module, "numba_stream", lambda *_: 0)
     monkeypatch.setattr(transfer_module.Transfer, "_allocate", lambda _, *given: made_up.allocate(*given))
-    monkeypatch.setattr(calls, "_nothing", lambda _: nothing)
+    monkeypatch.setattr(calls, "_nothing", lambda _: (nothing, no_rows, no_word))
     for module in (plan, calls):
         monkeypatch.setattr(module, "launcher_of", lambda _: made_up.launch)
     return made_up

@@ -17,6 +17,7 @@ from attention_checks import (
     make_inputs,
     random_inputs,
     same_bits,
+    workspace_limits,
 )
 from kernel_checks import Library
 from libraries import torch_library
@@ -159,15 +160,12 @@ def test_tail(rng: np.random.Generator, library: Library) -> None:
     assert_accurate(inputs, *tail, sees_prefix=False)
 
 
-def test_waves_of_any_size_agree(rng: np.random.Generator, library: Library) -> None:
+def test_any_number_of_tiles_with_slots_agrees(rng: np.random.Generator, library: Library) -> None:
     inputs = make_inputs(rng, [1500, 0, 700, 64], N=17, H=16, page_size=64)
     options: dict[str, Any] = {"kernel": "tensor_cores", "split_keys": 128, "is_planned": True}
     want = compute(library, inputs, **options)
-    tile_bytes = numba_ddtree.tree_attention_workspace_bytes(
-        1, 1, 64, max_prefix_length=1500, max_depth=16, split_keys=128
-    )
-    for tiles in (1, 2, 5, 19):
-        assert_same(compute(library, inputs, workspace_limit=tiles * tile_bytes, **options), want)
+    for limit in workspace_limits(4, 17, 16, 1500, 128):
+        assert_same(compute(library, inputs, workspace_limit=limit, **options), want)
 
 
 def test_invalid_requests_give_nan_and_leave_the_others_alone(

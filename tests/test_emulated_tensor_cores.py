@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EMULATION = Path(__file__).with_name("emulated_tensor_cores.py")
-CASES = ("one block", "prefix alone", "splits", "ragged", "tail", "shared groups")
+CASES = ("one block", "prefix alone", "splits", "ragged", "tail", "shared groups", "folded")
 ALONE = ("alone", "alone across blocks", "alone after common groups")
 
 

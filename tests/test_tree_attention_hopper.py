@@ -19,6 +19,8 @@ CASES = (
     "late splits",
     "ragged",
     "float32",
+    "folded",
+    "folded in float32",
     "tail",
     "negative scale",
     "alone",

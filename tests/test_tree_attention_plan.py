@@ -27,8 +27,9 @@ from numba_ddtree.tree_attention import (
     whole_blocks,
 )
 from numba_ddtree.tree_attention.splits import default_split_keys, split_sizes, whole_range
+from numba_ddtree.tree_attention.work import MAX_WORKERS
 
-BYTES_OF_A_ROW = 4 * (512 + 2)
+SLOT_BYTES = 64 * 4 * (512 + 4)
 
 
 @pytest.fixture
@@ -53,35 +54,38 @@ def test_default_splits_depend_on_the_longest_prefix_alone(longest: int, keys: i
         assert sizes.max_splits == max(1, math.ceil(blocks / sizes.split_blocks))
 
 
-@pytest.mark.parametrize("limit_tiles", [1, 2, 5, 9, 10, 11, 100])
-def test_waves_fit_the_limit_and_are_as_few_as_can_be(limit_tiles: int) -> None:
-    tiles, splits = 10, 3
-    tile_bytes = splits * 64 * BYTES_OF_A_ROW
-    sizes = split_sizes(
-        64, max_prefix_length=191, max_path=1, tiles=tiles, workspace_limit=limit_tiles * tile_bytes + 7
-    )
-    assert sizes.max_splits == splits
-    waves = -(-tiles // sizes.tiles_per_wave)
-    assert waves == -(-tiles // min(limit_tiles, tiles))
-    assert tile_bytes * sizes.tiles_per_wave <= sizes.workspace_bytes <= limit_tiles * tile_bytes + 512
-
-
-def test_a_limit_below_one_tile_is_refused() -> None:
-    tile_bytes = 3 * 64 * BYTES_OF_A_ROW
-    given: dict[str, Any] = {"max_prefix_length": 191, "max_path": 1, "tiles": 4}
+@pytest.mark.parametrize("limit_tiles", [0, 1, 2, 5, 9, 10, 11, 100])
+def test_as_many_tiles_have_slots_as_the_limit_allows(limit_tiles: int) -> None:
+    tiles, splits_of = 10, {64: 3, "fastest": 2}
+    tile_bytes, folding = splits_of[64] * SLOT_BYTES, tiles * SLOT_BYTES
+    given: dict[str, Any] = {"max_prefix_length": 191, "max_path": 1, "tiles": tiles}
+    for split_keys, workers in zip(splits_of, (tiles, 0), strict=True):
+        limit = limit_tiles * tile_bytes + workers * SLOT_BYTES + 7
+        sizes = split_sizes(split_keys, **given, workspace_limit=limit)
+        rest = min((limit - workers * SLOT_BYTES) // (splits_of[split_keys] * SLOT_BYTES), tiles)
+        assert (sizes.rest_tiles, sizes.workers) == (rest, workers)
+        assert sizes.workspace_bytes <= limit + 2048
     with pytest.raises(
-        ArgumentError, match=rf"^workspace_limit: got {tile_bytes - 1}; expected at least {tile_bytes}"
+        ArgumentError, match=rf"^workspace_limit: got {folding - 1}; expected at least {folding} bytes"
     ):
-        split_sizes(64, **given, workspace_limit=tile_bytes - 1)
-    assert split_sizes(64, **given, workspace_limit=tile_bytes).tiles_per_wave == 1
+        split_sizes(64, **given, workspace_limit=folding - 1)
+
+
+def test_slots_do_not_grow_beyond_the_most_workers() -> None:
+    sizes = [
+        split_sizes(None, max_prefix_length=9000, max_path=65, tiles=tiles, workspace_limit=2**40)
+        for tiles in (MAX_WORKERS, 10 * MAX_WORKERS)
+    ]
+    assert sizes[0] == sizes[1]
+    assert sizes[0].rest_tiles == sizes[0].workers == MAX_WORKERS
 
 
 def test_one_split_needs_no_memory() -> None:
     for sizes in (
-        whole_range(7),
+        whole_range(),
         split_sizes(None, max_prefix_length=4000, max_path=96, tiles=7, workspace_limit=1),
     ):
-        assert (sizes.max_splits, sizes.tiles_per_wave, sizes.workspace_bytes) == (1, 7, 0)
+        assert (sizes.max_splits, sizes.rest_tiles, sizes.workspace_bytes) == (1, 0, 0)
     assert (
         split_sizes(None, max_prefix_length=4000, max_path=97, tiles=7, workspace_limit=2**30).max_splits == 2
     )
@@ -105,12 +109,11 @@ def test_workspace_bytes_are_those_of_the_plan(device: MadeUpDevice) -> None:
         made = planned(**options)
         assert made.workspace_bytes == needed == device.allocated[-1].shape[0]
         _, splits = device.launches[-1]
-        ends = [
-            array.pointer + int(np.prod(array.shape)) * 4 for array in (splits.partials, splits.partial_sums)
-        ]
-        assert ends[0] <= splits.partial_sums.pointer
+        fields = splits.partials, splits.partial_sums, splits.first_rows, splits.num_rest
+        ends = [array.pointer + int(np.prod(array.shape)) * array.dtype.itemsize for array in fields]
+        assert all(end <= array.pointer for end, array in zip(ends, fields[1:], strict=False))
         assert device.allocated[-1].pointer <= splits.partials.pointer
-        assert needed - 256 < ends[1] - device.allocated[-1].pointer <= needed
+        assert needed - 256 < ends[-1] - device.allocated[-1].pointer <= needed
 
 
 # What is launched.
@@ -149,9 +152,10 @@ def test_a_kernel_is_told_where_everything_is(
     assert work.num_nodes is given["tree"].num_nodes
     assert work.prefix_lengths is given["prefix_lengths"]
     assert (work.out, work.lse) == (out, lse)
-    assert (splits.split_blocks, splits.max_splits, splits.tiles_per_wave) == (64, 2, 2)
-    assert splits.partials.shape == (2, 128, 512)
-    assert splits.partial_sums.shape == (2, 128, 2)
+    assert (splits.split_blocks, splits.max_splits, splits.rest_tiles) == (64, 2, 2)
+    assert splits.partials.shape == (64 * (2 * 2 + 2), 512)
+    assert splits.partial_sums.shape == (64 * (2 * 2 + 2), 4)
+    assert (splits.first_rows.shape, splits.num_rest.shape) == ((4,), (1,))
     assert (work.tiles_per_request, work.tiles) == (1, 2)
 
 
@@ -237,7 +241,7 @@ def test_a_tail_has_one_split_and_no_memory(device: MadeUpDevice) -> None:
     numba_ddtree.tree_tail_attention(**arguments("block_table"), **results)
     work, splits = device.launches[-1]
     assert (work.sees_prefix, work.out.dtype) == (False, np.float32)
-    assert (splits.max_splits, splits.partials.shape, splits.partial_sums.shape) == (1, (1, 1, 1), (1, 1, 1))
+    assert (splits.max_splits, splits.partials.shape, splits.partial_sums.shape) == (1, (1, 1), (1, 1))
     assert not device.allocated
 
 

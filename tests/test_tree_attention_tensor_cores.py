@@ -23,6 +23,7 @@ from attention_checks import (
     random_inputs,
     same_bits,
     with_rows,
+    workspace_limits,
 )
 from kernel_checks import Library
 from libraries import LIBRARIES, side_stream, torch_library
@@ -244,23 +245,43 @@ def test_a_cache_beyond_32_bits(rng: np.random.Generator, library: Library, kern
         assert same_bits(got[..., None], want[..., None]).all()
 
 
-# Splits, waves, workspaces.
+# Splits, slots, workspaces.
 
 
-def test_splits_and_waves_of_any_size_agree(rng: np.random.Generator, library: Library, kernel: str) -> None:
+def test_splits_and_slots_of_any_number_agree(
+    rng: np.random.Generator, library: Library, kernel: str
+) -> None:
     inputs = make_inputs(rng, [1500, 0, 700, 64], N=17, H=16, page_size=64)
-    tile_bytes = tree_attention_workspace_bytes(
-        1, 1, 64, max_prefix_length=1500, max_depth=16, split_keys=128
-    )
     options: dict[str, Any] = {"kernel": kernel, "split_keys": 128, "is_planned": True}
     want = compute(library, inputs, **options)
     assert_accurate(inputs, *want)
-    for tiles in (1, 2, 3, 5, 19, 20):
-        got = compute(library, inputs, workspace_limit=tiles * tile_bytes, **options)
+    for limit in workspace_limits(4, 17, 16, 1500, 128):
+        got = compute(library, inputs, workspace_limit=limit, **options)
         for each, array in zip(got, want, strict=True):
-            assert same_bits(each[..., None], array[..., None]).all(), f"{tiles} tiles a wave"
+            assert same_bits(each[..., None], array[..., None]).all(), f"a limit of {limit} bytes"
     for split_keys in (64, 192, 1024, 4096, 65536, "fastest"):
         assert_accurate(inputs, *compute(library, inputs, kernel=kernel, split_keys=split_keys))
+
+
+@pytest.mark.parametrize(("batch", "N", "H"), [(3, 65, 64), (40, 4, 64), (5, 33, 96), (140, 1, 20)])
+def test_whole_tiles_that_are_folded_equal_decoding_alone(
+    rng: np.random.Generator, library: Library, kernel: str, batch: int, N: int, H: int
+) -> None:
+    """More tiles than a device has multiprocessors, so that some are whole and the rest is merged."""
+    prefixes = rng.integers(200, 700, batch).tolist()
+    inputs = make_inputs(rng, prefixes, N=N, H=H, page_size=64)
+    got = compute(library, inputs, kernel=kernel, split_keys=128, max_prefix_length=1000)
+    assert_accurate(inputs, *got)
+    assert_nodes_equal_decoding(
+        library,
+        rng,
+        inputs,
+        page_size=64,
+        other_page_size=16,
+        kernel=kernel,
+        split_keys=128,
+        max_prefix_length=1000,
+    )
 
 
 def test_a_poisoned_workspace_of_exact_size_between_canaries(

@@ -412,6 +412,38 @@ if not SIMULATED:
 
         return store
 
+    def make_row_float_fold(distance: int) -> Any:
+        """Make the sum of a row's pairs and float32 in memory, each `distance` columns after the last."""
+
+        @intrinsic
+        def fold(typing_context: Any, address: Any, row: Any, kept: Any, added: Any) -> Any:
+            """``kept * memory + added * row``: ``ld.global.v2.f32``, ``mul.rn.f32``, ``fma.rn.f32``."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements = elements_of(builder, args[1])
+                pair = ir.LiteralStructType([FLOAT, FLOAT])
+                loaded = [
+                    assemble(
+                        builder,
+                        pair,
+                        [args[0]],
+                        f"ld.global.v2.f32 {{$0, $1}}, [$2+{index * distance * 4}];",
+                        "=f,=f,l",
+                    )
+                    for index in range(len(elements) // 2)
+                ]
+                code = "{ .reg .f32 x; mul.rn.f32 x, $1, $2; fma.rn.f32 $0, $3, $4, x; }"
+                sums = []
+                for index, element in enumerate(elements):
+                    held = builder.extract_value(loaded[index // 2], index % 2)
+                    operands = [held, args[2], args[3], element]
+                    sums.append(assemble(builder, FLOAT, operands, code, "=f,f,f,f,f", is_pure=True))
+                return array_of(builder, sums)
+
+            return row(types.uint64, row, types.float32, types.float32), generate
+
+        return fold
+
     def make_row_word_store(number: str, distance: int) -> Any:
         """Make the store of a row's pairs as 16-bit numbers, each `distance` columns after the last.
 

@@ -253,6 +253,46 @@ if not SIMULATED:
 
         return pack_tile
 
+    def make_word_sums(number: str) -> Any:
+        """Make the sums of what `make_pack_tile` packs."""
+        kind = number.removesuffix("x2")
+        unpack = {
+            "bf16": "shl.b32 low, $1, 16; and.b32 high, $1, 0xffff0000;",
+            "f16": "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 low, l; cvt.f32.f16 high, h; }",
+        }[kind]
+        code = "{ .reg .f32 low, high; " + unpack + " add.rn.f32 $0, low, high; }"
+
+        @intrinsic
+        def word_sums(typing_context: Any, words: Any) -> Any:
+            """Add up the lane's numbers of rows g and g + 8: ``add.rn.f32``, neighbours first."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                pairs = [
+                    assemble(builder, FLOAT, [word], code, "=f,r", is_pure=True)
+                    for word in elements_of(builder, args[0])
+                ]
+                totals = []
+                for row in range(2):
+                    terms = pairs[row::2]
+                    while len(terms) > 1:
+                        terms = [
+                            assemble(
+                                builder,
+                                FLOAT,
+                                [first, second],
+                                "add.rn.f32 $0, $1, $2;",
+                                "=f,f,f",
+                                is_pure=True,
+                            )
+                            for first, second in zip(terms[::2], terms[1::2], strict=True)
+                        ]
+                    totals += terms
+                return array_of(builder, totals)
+
+            return types.UniTuple(types.float32, 2)(words), generate
+
+        return word_sums
+
     @intrinsic
     def store_words_in_chunk(typing_context: Any, address: Any, words: Any) -> Any:
         """Write the words of a tile of 64 columns to a chunk: ``st.shared.b32``.
@@ -269,39 +309,175 @@ if not SIMULATED:
 
         return types.void(types.uint32, words), generate
 
-    def make_rows_store(number: str) -> Any:
-        """Make the store of an accumulator's rows, in ``"bf16x2"`` or ``"f16x2"``, or in float32."""
+    def make_output_words(number: str, first: int, columns: int) -> Any:
+        """Make the rounding of some columns of an accumulator, ``"bf16x2"`` or ``"f16x2"`` in PTX."""
+
+        @intrinsic
+        def output_words(typing_context: Any, tile: Any, factors: Any) -> Any:
+            """Words of pairs, each times its row's factor, of rows g and g + 8; -0 as 0."""
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements = elements_of(builder, args[0])[first // 2 : (first + columns) // 2]
+                scales = elements_of(builder, args[1])
+                code = (
+                    "{ .reg .f32 low, high; .reg .b32 zero; mov.b32 zero, 0; mul.rn.f32 low, $1, $3; "
+                    f"mul.rn.f32 high, $2, $3; cvt.rn.{number}.f32 $0, high, low; "
+                    f"add.rn.{number} $0, $0, zero; }}"
+                )
+                words = [
+                    assemble(
+                        builder,
+                        WORD,
+                        [*elements[index : index + 2], scales[index // 2 % 2]],
+                        code,
+                        "=r,f,f,f",
+                        is_pure=True,
+                    )
+                    for index in range(0, len(elements), 2)
+                ]
+                return array_of(builder, words)
+
+            return types.UniTuple(types.uint32, columns // 4)(tile, factors), generate
+
+        return output_words
+
+    @intrinsic
+    def store_chunk_rows(typing_context: Any, chunk: Any, address: Any, wanted: Any) -> Any:
+        """Write a warp's 16 rows of a chunk, 16 bytes a lane: ``ld.shared.v4.b32``, ``st.global.v4.b32``.
+
+        `chunk` (uint32) and `address` (uint64) are those of the lane's unit in the first four rows, which are
+        1024 bytes apart in memory; `wanted` (int32) is how many rows there are from the lane's first one on.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            other = builder.xor(args[0], ir.Constant(WORD, 64))  # of rows that are 4 further: another swizzle
+            for step in range(4):
+                code = (
+                    "{ .reg .pred goes; .reg .b32 a, b, c, d; "
+                    f"setp.gt.s32 goes, $2, {4 * step}; ld.shared.v4.b32 {{a, b, c, d}}, [$0+{512 * step}]; "
+                    f"@goes st.global.v4.b32 [$1+{4096 * step}], {{a, b, c, d}}; }}"
+                )
+                assemble(builder, VOID, [(args[0], other)[step % 2], args[1], args[2]], code, "r,l,r")
+            return context.get_dummy_value()
+
+        return types.void(types.uint32, types.uint64, types.int32), generate
+
+    @intrinsic
+    def store_float_rows(typing_context: Any, address: Any, tile: Any, wanted: Any) -> Any:
+        """Write an accumulator's rows in float32, 2048 bytes apart: ``st.global.v2.f32``.
+
+        `address` (uint64) is that of the lane's first pair in its row g; `wanted` (int32) is how many rows
+        there are from that one on.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            elements = elements_of(builder, args[1])
+            for index in range(0, len(elements), 2):
+                row = index // 2 % 2 * 8
+                code = (
+                    f"{{ .reg .pred goes; setp.gt.s32 goes, $3, {row}; "
+                    f"@goes st.global.v2.f32 [$0+{2048 * row + index // 4 * 32}], {{$1, $2}}; }}"
+                )
+                operands = [args[0], *elements[index : index + 2], args[2]]
+                assemble(builder, VOID, operands, code, "l,f,f,r")
+            return context.get_dummy_value()
+
+        return types.void(types.uint64, tile, types.int32), generate
+
+    def make_rows_store(number: str, read_slot: int, write_slot: int, write_out: int) -> Any:
+        """Make the store of an accumulator's rows, in ``"bf16x2"`` or ``"f16x2"``, or in float32.
+
+        The other arguments are bits of a row's outcome.
+        """
 
         @intrinsic
         def store_rows(
-            typing_context: Any, addresses: Any, tile: Any, factors: Any, has_floats: Any, has_words: Any
+            typing_context: Any, stage: Any, tile: Any, outcomes: Any, slot: Any, out: Any, in_floats: Any
         ) -> Any:
-            """Scale an accumulator's rows and write them: ``st.global.v2.f32`` or ``st.global.b32``.
+            """Write an accumulator's rows as their outcomes say: ``st.global.v4.f32``, ``st.global.v2.b32``.
 
-            Each but the tile is a pair, of rows g and g + 8: where the lane's first column goes (uint64),
-            by what it is scaled (float32), and whether it is written in float32, and in 16 bits, -0 as 0
-            (uint32). There is no branch, since other products may be under way.
+            A warp has 16 rows, which pass through its part of shared memory at `stage` (uint32), 16 rows of
+            128 bytes, 32 columns at a time; a lane then has four columns of each fourth row. Of the first of
+            those rows, `outcomes` (uint32) is the address of the outcome in shared memory, and `slot` and
+            `out` (uint64) where the lane's columns are in a slot and in the output, whose numbers are
+            float32 if `in_floats` (uint32) is not 0. An outcome is three float32, k, a and f, and a word of
+            bits: the result is ``f (k s + a x)``, where s is what the slot holds, if it is to be read, or 0.
+            There is no branch, since other products may be under way.
             """
 
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 elements = elements_of(builder, args[1])
-                pairs = [elements_of(builder, args[each]) for each in (0, 2, 3, 4)]
-                for index in range(0, len(elements), 2):
-                    place, factor, floats, words = (pair[index % 4 // 2] for pair in pairs)
-                    code = (
-                        "{ .reg .pred floats, words; .reg .b32 pair, zero; .reg .f32 low, high; "
-                        "setp.ne.u32 floats, $4, 0; setp.ne.u32 words, $5, 0; mov.b32 zero, 0; "
-                        "mul.rn.f32 low, $1, $3; mul.rn.f32 high, $2, $3; "
-                        "add.rn.f32 low, low, 0f00000000; add.rn.f32 high, high, 0f00000000; "
-                        f"@floats st.global.v2.f32 [$0+{index // 4 * 32}], {{low, high}}; "
-                        f"cvt.rn.{number}.f32 pair, high, low; add.rn.{number} pair, pair, zero; "
-                        f"@words st.global.b32 [$0+{index // 4 * 16}], pair; }}"
-                    )
-                    operands = [place, *elements[index : index + 2], factor, floats, words]
-                    assemble(builder, VOID, operands, code, "l,f,f,f,r,r")
+                for step in range(len(elements) // 16):
+                    chosen = elements[16 * step : 16 * (step + 1)]
+                    _stage_columns(builder, args[0], chosen)
+                    for pair in range(2):
+                        code = _write_rows_code(number, step, pair, (read_slot, write_slot, write_out))
+                        operands = [args[0], args[2], args[3], args[4], args[5]]
+                        assemble(builder, VOID, operands, code, "r,r,l,l,r")
                 return context.get_dummy_value()
 
-            both = types.UniTuple(types.uint32, 2)
-            return types.void(types.UniTuple(types.uint64, 2), tile, factors, both, both), generate
+            word, long = types.uint32, types.uint64
+            return types.void(word, tile, word, long, long, word), generate
 
         return store_rows
+
+    def _stage_columns(builder: Any, stage: Any, elements: Sequence[Any]) -> None:
+        """Write a warp's 16 rows x 32 columns to shared memory: ``st.shared.v2.f32``.
+
+        Rows have 128 bytes, of which those of every four neighbours are rotated against each other, so that
+        neither these stores nor loads of rows meet in a bank.
+        """
+        place = (
+            "{ .reg .b32 l, g, a; mov.u32 l, %laneid; shr.u32 g, l, 2; shl.b32 a, g, 7; and.b32 g, g, 3; "
+            "shl.b32 g, g, 5; add.u32 a, a, g; and.b32 l, l, 3; shl.b32 l, l, 3; add.u32 a, a, l; "
+            "add.u32 $0, a, $1; }"
+        )
+        start = assemble(builder, WORD, [stage], place, "=r,r")
+        assemble(builder, VOID, [], "bar.warp.sync 0xffffffff;", "")
+        for piece in range(4):
+            at = builder.xor(start, ir.Constant(WORD, 32 * piece))
+            four = elements[4 * piece : 4 * piece + 4]
+            code = "st.shared.v2.f32 [$0], {$1, $2}; st.shared.v2.f32 [$0+1024], {$3, $4};"
+            assemble(builder, VOID, [at, *four], code, "r,f,f,f,f")
+        assemble(builder, VOID, [], "bar.warp.sync 0xffffffff;", "")
+
+    def _write_rows_code(number: str, step: int, pair: int, bits: tuple[int, int, int]) -> str:
+        """PTX that writes a lane's columns of two of its four rows from where `_stage_columns` put them."""
+        read, write, final = bits
+        lines = [
+            ".reg .b32 l, g, u, b, zero; .reg .pred r, w, o, floats; mov.b32 zero, 0;",
+            "setp.ne.u32 floats, $4, 0; mov.u32 l, %laneid; shr.u32 g, l, 3; and.b32 u, l, 7;",
+            "shl.b32 b, g, 1; xor.b32 u, u, b; shl.b32 u, u, 4; shl.b32 g, g, 7;",
+            "add.u32 u, u, g; add.u32 u, u, $0;",
+        ]
+        for each, name in enumerate("ab"):
+            row = 4 * (2 * pair + each)  # after the lane's first
+            lines += [
+                f".reg .f32 x{name}<4>, s{name}<4>, k{name}, a{name}, f{name}; .reg .b32 t{name};",
+                f"ld.shared.v4.f32 {{x{name}0, x{name}1, x{name}2, x{name}3}}, [u+{128 * row}];",
+                f"ld.shared.v4.b32 {{k{name}, a{name}, f{name}, t{name}}}, [$1+{16 * row}];",
+                f"and.b32 b, t{name}, {read}; setp.ne.u32 r, b, 0;",
+                *(f"mov.f32 s{name}{column}, 0f00000000;" for column in range(4)),
+                f"@r ld.global.v4.f32 {{s{name}0, s{name}1, s{name}2, s{name}3}}, "
+                f"[$2+{2048 * row + 128 * step}];",
+            ]
+        for each, name in enumerate("ab"):
+            row = 4 * (2 * pair + each)
+            x = [f"x{name}{column}" for column in range(4)]
+            for column in range(4):
+                lines.append(f"mul.rn.f32 s{name}{column}, s{name}{column}, k{name};")
+                lines.append(f"fma.rn.f32 {x[column]}, a{name}, {x[column]}, s{name}{column};")
+                lines.append(f"mul.rn.f32 {x[column]}, {x[column]}, f{name};")
+                lines.append(f"add.rn.f32 {x[column]}, {x[column]}, 0f00000000;")
+            lines += [
+                f".reg .b32 p{name}, q{name}; .reg .pred o{name};",
+                f"and.b32 b, t{name}, {write}; setp.ne.u32 w, b, 0;",
+                f"@w st.global.v4.f32 [$2+{2048 * row + 128 * step}], {{{', '.join(x)}}};",
+                f"and.b32 b, t{name}, {final}; setp.ne.and.u32 o, b, 0, floats;",
+                f"@o st.global.v4.f32 [$3+{2048 * row + 128 * step}], {{{', '.join(x)}}};",
+                f"setp.ne.and.u32 o{name}, b, 0, !floats;",
+                f"cvt.rn.{number}.f32 p{name}, {x[1]}, {x[0]}; add.rn.{number} p{name}, p{name}, zero;",
+                f"cvt.rn.{number}.f32 q{name}, {x[3]}, {x[2]}; add.rn.{number} q{name}, q{name}, zero;",
+                f"@o{name} st.global.v2.b32 [$3+{1024 * row + 64 * step}], {{p{name}, q{name}}};",
+            ]
+        return "{ " + " ".join(lines) + " }"

@@ -49,6 +49,7 @@ from numba_ddtree.tree_attention.group_steps import (
     kept_item,
     place_of_thread,
     scale_outputs,
+    settle_rows,
     share_sums,
     shared_base,
     state_at,
@@ -58,7 +59,8 @@ from numba_ddtree.tree_attention.kernel_arguments import SIGNATURE, make_kernel
 from numba_ddtree.tree_attention.key_blocks import count_keys, first_block, following, item_of, look_up
 from numba_ddtree.tree_attention.key_rows import ABSENT
 from numba_ddtree.tree_attention.row_copies import CHUNKS, LATENT_CHUNKS, load_chunks, load_queries
-from numba_ddtree.tree_attention.split_items import find_part, split_length
+from numba_ddtree.tree_attention.shares import share_out, take_item
+from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
 if not SIMULATED:
@@ -175,25 +177,30 @@ def make_attend(number: str) -> Any:
     add_values_2, add_values_3 = make_add_values(add_columns_2), make_add_values(add_columns_3)
 
     @device_routine
-    def attend(queries, keys, tree, wave, max_keys, sees_prefix, scale, results):  # type: ignore[no-untyped-def]
+    def attend(queries, keys, tree, share, max_keys, sees_prefix, scale, results):  # type: ignore[no-untyped-def]
         base = shared_base()
         state = state_at(base, STATE_AT, GROUP_ROWS)
         s_addresses = addresses_at(base, ADDRESSES_AT)
         rotary_at = uint32(base + uint32(ROTARY_AT))
         weights_at = uint32(base + uint32(WEIGHTS_AT))
-        length = split_length(tree, keys, wave, max_keys)
+        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys)
+        shared_out = int32(whole * int32(PARTS)), shared_length
+        if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
+            results.num_rest[0] = int32(num_rest * int32(PARTS))
         request_rows = int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
-        index = int32(cuda.blockIdx.x)
+        index, step = int32(cuda.blockIdx.x), int32(0)
         while True:
-            request, part, split = find_part(tree, keys, wave, length, max_keys, PARTS, index)
+            request, part, split, slot, length, splits = take_item(
+                tree, keys, share, max_keys, PARTS, shared_out[0], shared_out[1], index, step
+            )
             if request < 0:
-                return
+                break
             item = item_of(tree, request, part, GROUP_ROWS, split, length, sees_prefix)
             cuda.syncthreads()  # of the item before, all is read
             row = fresh_thread()
             count_keys(row, GROUP_ROWS, tree, item, state)
             if row == uint32(0):
-                keep_item(state, request, part, split, index, length)
+                keep_item(state, request, part, split, slot, length, splits, index, shared_out)
             first = int64(request) * request_rows + int64(item.first_row)
             at = uint32(base + uint32(QUERIES_AT))
             load_queries(row, GROUP_ROWS, at, queries, first, uint32(item.rows))
@@ -263,13 +270,27 @@ def make_attend(number: str) -> Any:
             place = place_of_thread()
             share_sums(place, past, state)
             cuda.syncthreads()
-            request, part, split, index, length = kept_item(state)
+            request, part, split, slot, length, splits, index, shared_out = kept_item(state)
             item = item_of(tree, request, part, GROUP_ROWS, split, length, sees_prefix)
-            index = int32(index + wave.workers)
+            is_folded = int32(index < shared_out[0])
+            first = int64(request) * request_rows + int64(item.first_row)
+            slot_row = int64(int64(slot) * int64(GROUP_ROWS))
+            settle_rows(place, GROUP_ROWS, item, length, state, first, slot_row, is_folded, results)
+            if not is_folded and split == 0 and place.thread == uint32(0):
+                results.first_rows[uint32(slot) // uint32(share.max_splits)] = first
+            cuda.syncthreads()
             column = uint32(
                 uint32(place.warp << uint32(3)) + uint32(uint32(place.lane & uint32(3)) << uint32(1))
             )
-            store_outputs(place, column, item, tree, wave, length, state, output, results)
+            store_outputs(place, column, state, output, results, slot_row, first)
+            step = int32(split + int32(1))
+            if not is_folded or step >= splits:
+                index, step = int32(index + share.workers), int32(0)
+        worker = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS // 32) + uint32(fresh_thread() >> uint32(5)))
+        fill_unused_rows(
+            tree, keys, max_keys, results.out, results.lse, results.form, worker,
+            uint32(uint32(share.workers) * uint32(THREADS // 32)),
+        )  # fmt: skip
 
     return attend
 

@@ -28,7 +28,7 @@ from numba_ddtree.tree_attention.splits import SplitSizes
 from numba_ddtree.tree_attention.work import SplitPlan, Work
 
 INPUT_DTYPES = (np.float16, bfloat16, np.float32)
-NO_MEMORY = (1, 1, 1)  # shape of what stands for partial results where there are none
+NO_MEMORY = (1, 1)  # shape of what stands for partial results where there are none
 
 
 def checked_dtype(name: str, dtype: DTypeLike, allowed: tuple[type[np.generic], ...]) -> np.dtype[Any]:
@@ -185,17 +185,23 @@ def split_plan(
     fields = sizes.fields()["splits"]
     if memory is None:
         memory = {name: transfer.scratch(field.shape, field.dtype) for name, field in fields.items()}
-    nothing = None if memory else _nothing(placement.device_id)
+    nothing, no_rows, no_word = (None, None, None) if memory else _nothing(placement.device_id)
     return SplitPlan(
         split_blocks=sizes.split_blocks,
         max_splits=sizes.max_splits,
-        tiles_per_wave=sizes.tiles_per_wave,
+        rest_tiles=sizes.rest_tiles,
         partials=memory.get("partials", nothing),
         partial_sums=memory.get("partial_sums", nothing),
+        first_rows=memory.get("first_rows", no_rows),
+        num_rest=memory.get("num_rest", no_word),
     )
 
 
 @lru_cache(maxsize=64)
 def _nothing(device_id: int | None) -> Any:
-    """Return an array for kernels that have no partial results; they do not touch it."""
-    return device_view("nothing", cuda.device_array(NO_MEMORY, np.float32))
+    """Return arrays for kernels that have no partial results; nothing is read from them."""
+    return (
+        device_view("nothing", cuda.device_array(NO_MEMORY, np.float32)),
+        device_view("nothing", cuda.device_array(1, np.int64)),
+        device_view("nothing", cuda.device_array(1, np.int32)),
+    )

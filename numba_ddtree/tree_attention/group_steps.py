@@ -26,9 +26,9 @@ from numba_ddtree.cuda_target import (
     uint32,
     uint64,
 )
-from numba_ddtree.device.memory import store_flat
 from numba_ddtree.tree_attention.key_blocks import columns_of
-from numba_ddtree.tree_attention.split_items import splits_of, tiles_of_request
+from numba_ddtree.tree_attention.row_outcomes import READ_SLOT, WRITE_OUT, WRITE_SLOT, settle_row
+from numba_ddtree.tree_attention.split_items import splits_of
 from numba_ddtree.tree_attention.work import KEY_BLOCK, LATENT, TILE_ROWS
 
 if not SIMULATED:
@@ -45,6 +45,7 @@ if not SIMULATED:
     from numba_ddtree.device.tile import (
         exp2_below,
         keep_columns,
+        make_row_float_fold,
         make_row_float_store,
         make_row_part,
         make_row_store,
@@ -54,7 +55,7 @@ if not SIMULATED:
         scale_tile,
         unit_address,
     )
-    from numba_ddtree.tree_attention.outputs import make_row_output, natural_log_sum, normaliser
+    from numba_ddtree.tree_attention.outputs import make_row_output
 
     row_part_0, row_part_1, row_part_2, row_part_3 = (make_row_part(row, 16) for row in range(4))
 
@@ -62,7 +63,7 @@ ALIGNMENT = 128
 GROUP_ROWS = 32
 GROUP_THREADS = 128
 FIRST_GROUP = 1  # name of the first group's barrier
-ITEM_WORDS = 6
+ITEM_WORDS = 10
 LONGEST_WORDS = TILE_ROWS // 32
 ADDRESS_WORDS = 4 * KEY_BLOCK  # of a block's rows: two addresses of 64 bits each
 
@@ -74,7 +75,7 @@ class State(NamedTuple):
     factors: Any  # float32 [rows]: what the row's output is scaled by, later its maximum
     seen: Any  # int32 [rows]: how many keys the row sees
     faults: Any  # int32 [rows]: whether one was not to be found
-    item: Any  # int32: request, part, split, index of the item, and length of a split
+    item: Any  # int32: what `keep_item` writes
     longest: Any  # int32: of each 32 rows of a tile, how many keys one sees at most
 
 
@@ -150,17 +151,23 @@ def group_barrier(place):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def keep_item(state, request, part, split, index, length):  # type: ignore[no-untyped-def]
-    """Write what an item is, which would take registers while it is worked on; by one thread."""
+def keep_item(state, request, part, split, slot, length, splits, index, shared_out):  # type: ignore[no-untyped-def]
+    """Write what an item is, which would take registers while it is worked on; by one thread.
+
+    `shared_out` is what `shares.share_out` returned.
+    """
     s_item = state.item
-    s_item[0], s_item[1], s_item[2], s_item[3], s_item[4] = request, part, split, index, length
+    s_item[0], s_item[1], s_item[2], s_item[3] = request, part, split, slot
+    s_item[4], s_item[5], s_item[6] = length, splits, index
+    s_item[7], s_item[8] = shared_out[0], shared_out[1]
 
 
 @device_routine
 def kept_item(state):  # type: ignore[no-untyped-def]
     """Return what `keep_item` was given."""
     s_item = state.item
-    return s_item[0], s_item[1], s_item[2], s_item[3], s_item[4]
+    shared_out = s_item[7], s_item[8]
+    return s_item[0], s_item[1], s_item[2], s_item[3], s_item[4], s_item[5], s_item[6], shared_out
 
 
 @device_routine
@@ -270,70 +277,67 @@ def row_total(state, within):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def row_factor(length, state, within):  # type: ignore[no-untyped-def]
-    """Return what a row's output is to be multiplied by before it is written."""
-    total = row_total(state, within)
-    return normaliser(total) if splits_of(state.seen[within], length) == 1 else float32(1)
+def settle_rows(place, rows, item, length, state, first, slot_row, is_folded, results):  # type: ignore[no-untyped-def]
+    """Settle each of an item's rows, after `share_sums`, by a thread each; `rows` is how many there may be.
 
-
-@device_routine
-def wave_row_of(item, tree, wave):  # type: ignore[no-untyped-def]
-    """Row (int64) of an item's first row among those of the wave's partial results."""
-    tile = int64(item.request) * int64(tiles_of_request(tree)) - int64(wave.first_tile)
-    return int64(tile * int64(TILE_ROWS) + int64(item.first_row))
+    A row's weights, of what there was and of its outputs, then are where its maxima were, what their sum is
+    to be multiplied by is its factor, and what is to be done is where its fault was.
+    """
+    within = place.thread
+    if within < uint32(rows):
+        splits = int32(0)
+        if int32(within) < item.rows:
+            splits = splits_of(state.seen[within], length)
+        kept, added, factor, to_do = settle_row(
+            int64(first + int64(within)),
+            int64(slot_row + int64(within)),
+            item.split,
+            splits,
+            is_folded,
+            state.factors[within],
+            row_total(state, within),
+            row_total(state, within),
+            results.partial_sums,
+            results.lse,
+        )
+        state.maxima[uint32(uint32(2) * within)] = kept
+        state.maxima[uint32(uint32(2) * within + uint32(1))] = added
+        state.factors[within] = factor
+        state.faults[within] = to_do
 
 
 def make_output_store(distance: int) -> Any:
     """Make the store of a warp's outputs of 32 rows, for lanes whose pairs are `distance` columns apart."""
     store_floats, store_row = make_row_float_store(distance), make_row_output(distance)
+    fold_floats = make_row_float_fold(distance)
 
     @device_routine
-    def store_own_row(column, item, length, state, pairs, within, results, wave_row, first):  # type: ignore[no-untyped-def]
+    def store_own_row(column, state, pairs, within, results, slot_row, first):  # type: ignore[no-untyped-def]
         """Write a lane's pairs of row `within` of the item, the first at column `column`."""
-        if int32(within) >= item.rows:
-            return
-        splits = splits_of(state.seen[within], length)
-        if item.split >= splits:  # another row of the request sees more
-            return
-        column = int64(column)
-        row = int64(first + int64(within))
-        total = row_total(state, within)
-        is_first = column == int64(0)
-        if splits == 1:
-            store_row(results.out, row * int64(LATENT) + column, pairs, results.form)
-            if is_first:
-                store_flat(results.lse, row, natural_log_sum(state.factors[within], total))
-        else:
-            partial = int64(int64(item.split) * int64(results.partials.shape[1]) + wave_row + int64(within))
-            offset = uint64((partial * int64(LATENT) + column) * int64(4))
-            store_floats(uint64(address_of(results.partials) + offset), pairs)
-            if is_first:
-                store_flat(results.partial_sums, int64(2) * partial, state.factors[within])
-                store_flat(results.partial_sums, int64(2) * partial + int64(1), total)
+        to_do = int32(state.faults[within])
+        place = int64(int64(slot_row + int64(within)) * int64(LATENT) + int64(column))
+        slot = uint64(address_of(results.partials) + uint64(place * int64(4)))
+        if to_do & int32(READ_SLOT):
+            twice = uint32(uint32(2) * within)
+            pairs = fold_floats(slot, pairs, state.maxima[twice], state.maxima[uint32(twice + uint32(1))])
+        if to_do & int32(WRITE_SLOT):
+            store_floats(slot, pairs)
+        if to_do & int32(WRITE_OUT):
+            place = int64(int64(first + int64(within)) * int64(LATENT) + int64(column))
+            store_row(results.out, place, scale_tile(pairs, state.factors[within]), results.form)
 
     @device_routine
-    def store_outputs(place, column, item, tree, wave, length, state, output, results):  # type: ignore[no-untyped-def]
-        """Write a warp's outputs: rows of one split as they are to be, others to be merged.
+    def store_outputs(place, column, state, output, results, slot_row, first):  # type: ignore[no-untyped-def]
+        """Write a warp's outputs as `settle_rows` found.
 
-        A lane's first pair is at column `column`.
+        A lane's first pair is at column `column`. The item's first row is row `first` of all, and row
+        `slot_row` of partial results.
         """
         row = uint32(place.group * uint32(GROUP_ROWS) + uint32(place.lane >> uint32(2)))
         row_1, row_2, row_3 = uint32(row + uint32(8)), uint32(row + uint32(16)), uint32(row + uint32(24))
-        first = int64(item.request) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
-        first = int64(first + int64(item.first_row))
-        wave_row = wave_row_of(item, tree, wave)
-        output = scale_rows(
-            output,
-            (
-                row_factor(length, state, row),
-                row_factor(length, state, row_1),
-                row_factor(length, state, row_2),
-                row_factor(length, state, row_3),
-            ),
-        )
-        store_own_row(column, item, length, state, row_part_0(output), row, results, wave_row, first)
-        store_own_row(column, item, length, state, row_part_1(output), row_1, results, wave_row, first)
-        store_own_row(column, item, length, state, row_part_2(output), row_2, results, wave_row, first)
-        store_own_row(column, item, length, state, row_part_3(output), row_3, results, wave_row, first)
+        store_own_row(column, state, row_part_0(output), row, results, slot_row, first)
+        store_own_row(column, state, row_part_1(output), row_1, results, slot_row, first)
+        store_own_row(column, state, row_part_2(output), row_2, results, slot_row, first)
+        store_own_row(column, state, row_part_3(output), row_3, results, slot_row, first)
 
     return store_outputs

@@ -18,7 +18,7 @@ does: sums are as exact with another maximum, and outputs have to be rescaled on
 does not depend on which warpgroup does it, nor on what shares its tile: results have the same bits wherever
 a block comes in its pair, and whether its keys lie in the prefix or were gathered (`path_blocks`).
 
-Registers are a block's own pool of 384 x 168: 224 for each thread that consumes and 56 for one that produces.
+Registers are a block's own pool of 384 x 168: 216 for each thread that consumes and 72 for one that produces.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, float32, int32, int64, uint32, uint64
-from numba_ddtree.device.memory import store_flat
 from numba_ddtree.devices import multiprocessors
 from numba_ddtree.errors import BackendError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.hopper_loads import load_keys, load_queries, schedule
+from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
 from numba_ddtree.tree_attention.hopper_state import (
     ALIGNMENT,
     BLOCK,
@@ -54,7 +54,6 @@ from numba_ddtree.tree_attention.hopper_state import (
     KIND,
     LATENT_CHUNKS,
     LEFT_FREE,
-    LENGTH,
     MAXIMA,
     OF_PATHS,
     OWN,
@@ -70,12 +69,9 @@ from numba_ddtree.tree_attention.hopper_state import (
     ROWS,
     SEEN,
     SHARED_BYTES,
-    SPLIT,
     STATE_AT,
     STREAM,
     SUMS,
-    TOTALS,
-    WAVE_ROW,
     WEIGHTS_AT,
     first_query,
     float_at,
@@ -87,28 +83,27 @@ from numba_ddtree.tree_attention.key_rows import (
     Keys,
     key_arguments,
 )
-from numba_ddtree.tree_attention.outputs import FLOAT32, output_form
+from numba_ddtree.tree_attention.outputs import output_form
 from numba_ddtree.tree_attention.path_blocks import (
     visible_columns,
 )
+from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arguments
 from numba_ddtree.tree_attention.split_items import (
     TREE_SIGNATURE,
-    WAVE_SIGNATURE,
     Tree,
-    Wave,
     most_keys,
-    splits_of,
     tree_arguments,
-    waves,
 )
 from numba_ddtree.tree_attention.split_merge import launch_merge
 from numba_ddtree.tree_attention.tensor_maps import key_maps, takes_boxes
+from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
 
 if not SIMULATED:
     from numba_ddtree.device.mbarriers import (
         arrive,
         fence_async_proxy,
+        fresh_lane,
         fresh_shared_address_of,
         fresh_word,
         make_handover,
@@ -117,16 +112,12 @@ if not SIMULATED:
         start_barrier,
         wait_for,
         wait_for_copies_if,
-        wait_if,
     )
     from numba_ddtree.device.ptx import (
-        address_of,
         exp2,
-        fresh_thread,
         larger_of,
         multiply_add,
         product_of,
-        quick_reciprocal,
         shared_address_of,
         sum_of,
     )
@@ -144,15 +135,14 @@ if not SIMULATED:
         load_left_words,
         make_pack_tile,
         make_product,
-        make_rows_store,
         make_undefined,
+        make_word_sums,
         open_products,
         row_descriptor,
         store_words_in_chunk,
         wait_for_all_products,
-        wait_for_products_but_one,
     )
-    from numba_ddtree.tree_attention.outputs import natural_log_sum
+    from numba_ddtree.tree_attention.hopper_outputs import make_output_store
 
     announce_p0, await_p0 = make_handover(1, 256)
     announce_p1, await_p1 = make_handover(2, 256)
@@ -160,9 +150,10 @@ if not SIMULATED:
     announce_p1_free, await_p1_free = make_handover(4, 256)
     announce_s0, await_s0 = make_handover(5, 256)
     announce_s1, await_s1 = make_handover(6, 256)
-    announce_totals, await_totals = make_handover(7, 256)
-    lower_registers = make_register_limit("dec", 56)
-    raise_registers = make_register_limit("inc", 224)
+    announce_outcomes, await_outcomes = make_handover(7, 256)
+    announce_p1_read, await_p1_read = make_handover(8, 256)
+    lower_registers = make_register_limit("dec", 72)
+    raise_registers = make_register_limit("inc", 216)
     no_scores, no_output = make_undefined(32), make_undefined(128)
 
 ARCHITECTURE = "sm_90a"
@@ -182,17 +173,19 @@ def no_kernel(name: str) -> Any:
 
 
 @device_routine
-def row_of_thread():  # type: ignore[no-untyped-def]
-    """Row of a tile that a warpgroup's thread has, with the one 8 further, and its place of four in it."""
-    thread = fresh_thread()
-    row = uint32(uint32(uint32(thread >> uint32(5)) & uint32(3)) * uint32(16))
-    return uint32(row + uint32(uint32(thread & uint32(31)) >> uint32(2))), uint32(thread & uint32(3))
+def item_places(base, number):  # type: ignore[no-untyped-def]
+    """Addresses of an item's words, and of how many keys its rows see, for the item of a running number."""
+    place = uint32(number & uint32(1))
+    return (
+        uint32(base + uint32(4 * ITEMS) + place * uint32(4 * ITEM_WORDS)),
+        uint32(base + uint32(4 * SEEN) + place * uint32(4 * TILE_ROWS)),
+    )
 
 
 @device_routine
 def rotary_words(item, q_pe, pe_stride):  # type: ignore[no-untyped-def]
     """Rotary part of the queries of a lane's two rows, as a left operand; of rows after the last any."""
-    row, quad = row_of_thread()
+    row, quad = row_of_lane()
     last = int32(max(int32(0), int32(word_at(item, ROWS) - int32(1))))
     first = first_query(item)
     upper = int64(first + int64(min(int32(row), last)))
@@ -236,6 +229,33 @@ def sum_of_quad(value):  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def sums_of(powers, rounded):  # type: ignore[no-untyped-def]
+    """Return sums of a block's probabilities over two rows, as they are and rounded, to all their lanes."""
+    exact = row_sums(powers)
+    return (
+        sum_of_quad(exact[0]),
+        sum_of_quad(exact[1]),
+        sum_of_quad(rounded[0]),
+        sum_of_quad(rounded[1]),
+    )
+
+
+@device_routine
+def grown(sums, factors, base, row, below, last, added):  # type: ignore[no-untyped-def]
+    """Two rows' sums after a pair: those of its first block are in shared memory, of the second given."""
+    exact_0 = multiply_add(sums[0], factors[0], float_at(base, uint32(uint32(SUMS) + row)))
+    exact_1 = multiply_add(sums[1], factors[1], float_at(base, uint32(uint32(SUMS) + below)))
+    rounded_0 = multiply_add(sums[2], factors[0], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + row)))
+    rounded_1 = multiply_add(sums[3], factors[1], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + below)))
+    return (
+        multiply_add(exact_0, last[0], added[0]),
+        multiply_add(exact_1, last[1], added[1]),
+        multiply_add(rounded_0, last[0], added[2]),
+        multiply_add(rounded_1, last[1], added[3]),
+    )
+
+
+@device_routine
 def visible_scores(scores, item, seen, record, heads, sees_prefix, scale):  # type: ignore[no-untyped-def]
     """Scores of a block, -inf where its rows do not see a key.
 
@@ -244,7 +264,7 @@ def visible_scores(scores, item, seen, record, heads, sees_prefix, scale):  # ty
     if not scale > float32(0):
         scores = scale_rows(scores, (scale, scale))
     if word_at(record, KIND) == OF_PATHS:
-        row, quad = row_of_thread()
+        row, quad = row_of_lane()
         first_row, first_seen = (
             word_at(item, FIRST_ROW),
             int32(0) if sees_prefix != 0 else word_at(item, PREFIX),
@@ -265,66 +285,6 @@ def visible_scores(scores, item, seen, record, heads, sees_prefix, scale):  # ty
     return scores
 
 
-@device_routine
-def place_of_row(  # type: ignore[no-untyped-def]
-    item, seen, row, total, column, out, form, partials
-):  # fmt: skip
-    """Where a lane writes its part of a row: address, whether at all in floats and in words, factor."""
-    splits = splits_of(word_at(seen, row), word_at(item, LENGTH))
-    takes_part = int32(row) < word_at(item, ROWS) and word_at(item, SPLIT) < splits
-    is_direct = takes_part and splits == 1
-    is_partial = takes_part and splits > 1
-    place = int64(first_query(item) + int64(row))
-    width = uint64(4) if form == FLOAT32 else uint64(2)
-    address = uint64(out + uint64(place * int64(LATENT) + int64(column)) * width)
-    if is_partial:
-        partial = int64(
-            int64(word_at(item, SPLIT)) * int64(partials.shape[1])
-            + int64(word_at(item, WAVE_ROW))
-            + int64(row)
-        )
-        address = uint64(address_of(partials) + uint64(partial * int64(LATENT) + int64(column)) * uint64(4))
-    has_floats = uint32(1) if is_partial or (is_direct and form == FLOAT32) else uint32(0)
-    has_words = uint32(1) if is_direct and form != FLOAT32 else uint32(0)
-    factor = quick_reciprocal(total) if is_direct else float32(1)
-    factor = float32(0) if total == float32(0) else factor
-    return address, has_floats, has_words, factor
-
-
-@device_routine
-def store_sums(  # type: ignore[no-untyped-def]
-    item, seen, row, maximum, total, partial_sums, lse
-):  # fmt: skip
-    """Write a row's log-sum-exp, or what it is to be merged from."""
-    splits = splits_of(word_at(seen, row), word_at(item, LENGTH))
-    if int32(row) < word_at(item, ROWS) and word_at(item, SPLIT) < splits:
-        place = int64(first_query(item) + int64(row))
-        if splits == 1:
-            store_flat(lse, place, natural_log_sum(maximum, total))
-        else:
-            partial = int64(
-                int64(word_at(item, SPLIT)) * int64(partial_sums.shape[1])
-                + int64(word_at(item, WAVE_ROW))
-                + int64(row)
-            )
-            store_flat(partial_sums, int64(2) * partial, maximum)
-            store_flat(partial_sums, int64(2) * partial + int64(1), total)
-
-
-@device_routine
-def store_totals(  # type: ignore[no-untyped-def]
-    base, item, seen, maximum_0, maximum_1, total_0, total_1, partial_sums, lse
-):  # fmt: skip
-    """Write the sums of a lane's two rows, for the other warpgroup and for the caller."""
-    row, quad = row_of_thread()
-    if quad == uint32(0):
-        below = uint32(row + uint32(8))
-        set_float(base, uint32(uint32(TOTALS) + row), total_0)
-        set_float(base, uint32(uint32(TOTALS) + below), total_1)
-        store_sums(item, seen, row, maximum_0, total_0, partial_sums, lse)
-        store_sums(item, seen, below, maximum_1, total_1, partial_sums, lse)
-
-
 def make_kernel(number: str, name: str) -> Any:
     """Make the kernel for operands of ``"bf16"`` or ``"f16"``, as PTX has them; the simulator has none."""
     if SIMULATED:
@@ -341,64 +301,78 @@ def make_kernel(number: str, name: str) -> Any:
         has_left_in_registers=True, has_right_by_columns=True,
     )  # fmt: skip
     add_values = make_product(number, 256, [(2 * j, 128 * j) for j in range(4)], has_right_by_columns=True)
-    pack_weights = make_pack_tile(f"{number}x2")
-    store_rows = make_rows_store(f"{number}x2")
+    pack_weights, sums_of_words = make_pack_tile(f"{number}x2"), make_word_sums(f"{number}x2")
+    store_outputs = make_output_store(number)
 
     @device_routine
-    def begin_scores(full, gathered, record, phase, turns, is_wanted, rotary, queries, keys):  # type: ignore[no-untyped-def]
-        """Begin a block's scores with half of their terms."""
-        wait_if(uint32(full + uint32(64)), phase, is_wanted)
-        is_gathered = uint32(uint32(word_at(record, KIND)) & is_wanted)
+    def begin_scores(full, gathered, record, phase, turns, rotary, queries, keys):  # type: ignore[no-untyped-def]
+        """Begin a block's scores, chunk by chunk of its keys as they come; count the gathered blocks."""
+        wait_for(uint32(full + uint32(64)), phase)
+        is_gathered = uint32(uint32(word_at(record, KIND)) & uint32(1))
         wait_for_copies_if(gathered, uint32(turns & uint32(1)), is_gathered)
         open_products()
         scores = rotary_product(no_scores(), rotary, keys, uint32(0))
-        wait_if(uint32(full + uint32(0)), phase, is_wanted)
+        wait_for(uint32(full + uint32(0)), phase)
         open_products()
         scores = product_0(scores, queries, keys, uint32(1))
-        wait_if(uint32(full + uint32(8)), phase, is_wanted)
+        wait_for(uint32(full + uint32(8)), phase)
         open_products()
         scores = product_1(scores, queries, keys, uint32(1))
-        wait_if(uint32(full + uint32(16)), phase, is_wanted)
+        wait_for(uint32(full + uint32(16)), phase)
         open_products()
         scores = product_2(scores, queries, keys, uint32(1))
-        wait_if(uint32(full + uint32(24)), phase, is_wanted)
+        wait_for(uint32(full + uint32(24)), phase)
         open_products()
         scores = product_3(scores, queries, keys, uint32(1))
+        wait_for(uint32(full + uint32(32)), phase)
+        open_products()
+        scores = product_4(scores, queries, keys, uint32(1))
+        wait_for(uint32(full + uint32(40)), phase)
+        open_products()
+        scores = product_5(scores, queries, keys, uint32(1))
+        wait_for(uint32(full + uint32(48)), phase)
+        open_products()
+        scores = product_6(scores, queries, keys, uint32(1))
+        wait_for(uint32(full + uint32(56)), phase)
+        open_products()
+        scores = product_7(scores, queries, keys, uint32(1))
+        close_products()
         return scores, uint32(turns + is_gathered)
 
     @device_routine
-    def end_scores(scores, full, phase, is_wanted, queries, keys):  # type: ignore[no-untyped-def]
-        """Begin the other half of a block's scores."""
-        wait_if(uint32(full + uint32(32)), phase, is_wanted)
-        open_products()
-        scores = product_4(scores, queries, keys, uint32(1))
-        wait_if(uint32(full + uint32(40)), phase, is_wanted)
-        open_products()
-        scores = product_5(scores, queries, keys, uint32(1))
-        wait_if(uint32(full + uint32(48)), phase, is_wanted)
-        open_products()
-        scores = product_6(scores, queries, keys, uint32(1))
-        wait_if(uint32(full + uint32(56)), phase, is_wanted)
-        open_products()
-        scores = product_7(scores, queries, keys, uint32(1))
-        return scores
+    def places_of(s_words, side):  # type: ignore[no-untyped-def]
+        """Where a thread of the left warpgroup, 0, or the right one, 1, finds what it works with.
 
-    @device_routine
-    def store_outputs(  # type: ignore[no-untyped-def]
-        output, item, seen, total_0, total_1, first_column, out, form, partials
-    ):  # fmt: skip
-        """Write a lane's part of two rows, from `first_column` on, 256 columns wide."""
-        row, quad = row_of_thread()
-        column = uint32(uint32(first_column) + uint32(quad << uint32(1)))
-        below = uint32(row + uint32(8))
-        address_0, floats_0, words_0, factor_0 = place_of_row(
-            item, seen, row, total_0, column, out, form, partials
-        )
-        address_1, floats_1, words_1, factor_1 = place_of_row(
-            item, seen, below, total_1, column, out, form, partials
-        )
-        store_rows(
-            (address_0, address_1), output, (factor_0, factor_1), (floats_0, floats_1), (words_0, words_1)
+        Shared memory, barriers, and the lane's place; its rows, and where to write their probabilities;
+        descriptors of queries, its own keys, values of both blocks and the other's probabilities; and the
+        barriers and the record of its own block.
+        """
+        base = fresh_shared_address_of(s_words)
+        barriers = uint32(base + uint32(STATE_AT))
+        lane = fresh_lane()
+        quad = uint32(lane & uint32(3))
+        row, _ = row_of_lane()
+        own, other = uint32(side), uint32(1 - side)
+        chunk = uint32(base + uint32(WEIGHTS_AT) + own * uint32(CHUNK_BYTES))
+        first = uint32(base + uint32(KEYS_AT))
+        second = uint32(first + uint32(BLOCK_BYTES))
+        columns = uint32(own * uint32(LATENT_CHUNKS // 2 * CHUNK_BYTES))
+        return (
+            base,
+            barriers,
+            lane,
+            quad,
+            row,
+            uint32(row + uint32(8)),
+            uint32(unit_address(chunk, row, uint32(0)) + uint32(quad << uint32(2))),
+            row_descriptor(uint32(base + uint32(QUERIES_AT))),
+            row_descriptor(uint32(first + own * uint32(BLOCK_BYTES))),
+            column_descriptor(uint32(first + columns)),
+            column_descriptor(uint32(second + columns)),
+            row_descriptor(uint32(base + uint32(WEIGHTS_AT) + other * uint32(CHUNK_BYTES))),
+            uint32(barriers + uint32(8 * KEYS_FULL) + own * uint32(8 * (LATENT_CHUNKS + 1))),
+            uint32(barriers + uint32(8 * GATHERED) + own * uint32(8)),
+            uint32(base + uint32(4 * RECORDS) + own * uint32(4 * RECORD_WORDS)),
         )
 
     @device_routine
@@ -407,52 +381,39 @@ def make_kernel(number: str, name: str) -> Any:
     ):  # fmt: skip
         """Score the first block of each pair, and keep the left half of the outputs."""
         left_scale = scale if scale > float32(0) else float32(1)
-        base = fresh_shared_address_of(s_words)
-        barriers = uint32(base + uint32(STATE_AT))
-        thread = uint32(cuda.threadIdx.x)
-        lane, quad = uint32(thread & uint32(31)), uint32(thread & uint32(3))
-        row = uint32(uint32(thread >> uint32(5)) * uint32(16) + uint32(lane >> uint32(2)))
-        below = uint32(row + uint32(8))
-        weights = uint32(
-            unit_address(uint32(base + uint32(WEIGHTS_AT)), row, uint32(0)) + uint32(quad << uint32(2))
-        )
-        queries = row_descriptor(uint32(base + uint32(QUERIES_AT)))
-        keys = row_descriptor(uint32(base + uint32(KEYS_AT)))
-        values_0 = column_descriptor(uint32(base + uint32(KEYS_AT)))
-        values_1 = column_descriptor(uint32(base + uint32(KEYS_AT + BLOCK_BYTES)))
-        weights_1 = row_descriptor(uint32(base + uint32(WEIGHTS_AT + CHUNK_BYTES)))
-        full = uint32(barriers + uint32(8 * KEYS_FULL))
-        gathered = uint32(barriers + uint32(8 * GATHERED))
-        record = uint32(base + uint32(4 * RECORDS))
         number, turn, gathers = uint32(0), uint32(0), uint32(0)
-
-        wait_for(uint32(barriers + uint32(8 * ITEM_FULL)), uint32(0))
-        item, seen = uint32(base + uint32(4 * ITEMS)), uint32(base + uint32(4 * SEEN))
+        base = fresh_shared_address_of(s_words)
+        item, _ = item_places(base, number)
+        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_FULL)), uint32(0))
         if word_at(item, REQUEST) < 0:
             return
         announce_p1_free()
         rotary = rotary_words(item, q_pe, pe_stride)
-        wait_for_copies_if(uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(0), uint32(1))
-        scores, gathers = begin_scores(
-            full, gathered, record, uint32(0), gathers, uint32(1), rotary, queries, keys
-        )
-        scores = end_scores(scores, full, uint32(0), uint32(1), queries, keys)
-        close_products()
-        announce_s0()
-        scores = wait_for_all_products(scores)
-        is_wanted = uint32(1)
-        output = no_output()
-        while is_wanted != uint32(0):
+        is_wanted = True
+        while is_wanted:
+            # All anew for each item, so that nothing of it takes registers while outputs are written.
+            (
+                base, barriers, lane, quad, row, below, weights, queries, keys, values_0, values_1,
+                other_weights, full, gathered, record,
+            ) = places_of(s_words, 0)  # fmt: skip
+            item, seen = item_places(base, number)
             pairs = int32(max(int32(1), int32(uint32(word_at(item, STREAM) + int32(1)) >> uint32(1))))
+            wait_for_copies_if(
+                uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
+            )
+            output, is_continued = no_output(), uint32(0)
             maximum_0, maximum_1 = float32(-np.inf), float32(-np.inf)
-            is_continued = uint32(0)
-            for _ in range(pairs - int32(1)):
+            for pair in range(pairs):
+                scores, gathers = begin_scores(full, gathered, record, turn, gathers, rotary, queries, keys)
+                announce_s0()
+                scores = wait_for_all_products(scores)
                 scores = visible_scores(scores, item, seen, record, heads, sees_prefix, scale)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * ROTARY_FREE)))
+                    if pair == pairs - int32(1):
+                        arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
                 powers, new_0, new_1 = weigh(scores, left_scale, maximum_0, maximum_1)
                 words = pack_weights(powers)
-                sums = row_sums(powers)
                 await_p0_free()
                 store_words_in_chunk(weights, words)
                 if quad == uint32(0):
@@ -462,9 +423,13 @@ def make_kernel(number: str, name: str) -> Any:
                 announce_p0()
                 if cuda.any_sync(0xFFFFFFFF, new_0 != maximum_0 or new_1 != maximum_1):
                     output = scale_rows(output, (factor_of(maximum_0, new_0), factor_of(maximum_1, new_1)))
+                sums = sums_of(powers, sums_of_words(words))
                 await_s1()
-                set_float(base, uint32(uint32(SUMS) + thread), sums[0])
-                set_float(base, uint32(uint32(SUMS) + uint32(thread + uint32(128))), sums[1])
+                if quad == uint32(0):
+                    set_float(base, uint32(uint32(SUMS) + row), sums[0])
+                    set_float(base, uint32(uint32(SUMS) + below), sums[1])
+                    set_float(base, uint32(uint32(SUMS + TILE_ROWS) + row), sums[2])
+                    set_float(base, uint32(uint32(SUMS + TILE_ROWS) + below), sums[3])
                 open_products()
                 output = add_own_values(output, words, values_0, is_continued)
                 close_products()
@@ -479,99 +444,31 @@ def make_kernel(number: str, name: str) -> Any:
                 if cuda.any_sync(0xFFFFFFFF, new_0 != maximum_0 or new_1 != maximum_1):
                     output = scale_rows(output, (factor_of(new_0, maximum_0), factor_of(new_1, maximum_1)))
                 open_products()
-                output = add_values(output, weights_1, values_1, uint32(1))
+                output = add_values(output, other_weights, values_1, uint32(1))
                 close_products()
-                is_continued = uint32(1)
-                turn = uint32(turn ^ uint32(1))
-                scores, gathers = begin_scores(
-                    full, gathered, record, turn, gathers, uint32(1), rotary, queries, keys
-                )
-                close_products()
-                output = wait_for_products_but_one(output)
+                output = wait_for_all_products(output)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * (LEFT_FREE + 1))))
                 announce_p1_free()
-                open_products()
-                scores = end_scores(scores, full, turn, uint32(1), queries, keys)
-                close_products()
-                announce_s0()
-                scores = wait_for_all_products(scores)
-
-            # The last pair: the next item's scores begin before this item's outputs are written.
-            scores = visible_scores(scores, item, seen, record, heads, sees_prefix, scale)
-            if lane == uint32(0):
-                arrive(uint32(barriers + uint32(8 * ROTARY_FREE)))
-                arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-            powers, new_0, new_1 = weigh(scores, left_scale, maximum_0, maximum_1)
-            words = pack_weights(powers)
-            sums = row_sums(powers)
-            await_p0_free()
-            store_words_in_chunk(weights, words)
-            if quad == uint32(0):
-                set_float(base, uint32(uint32(MAXIMA) + row), new_0)
-                set_float(base, uint32(uint32(MAXIMA) + below), new_1)
-            fence_async_proxy()
-            announce_p0()
-            if cuda.any_sync(0xFFFFFFFF, new_0 != maximum_0 or new_1 != maximum_1):
-                output = scale_rows(output, (factor_of(maximum_0, new_0), factor_of(maximum_1, new_1)))
-            await_s1()
-            set_float(base, uint32(uint32(SUMS) + thread), sums[0])
-            set_float(base, uint32(uint32(SUMS) + uint32(thread + uint32(128))), sums[1])
-            open_products()
-            output = add_own_values(output, words, values_0, is_continued)
-            close_products()
-            output = wait_for_all_products(output)
-            if lane == uint32(0):
-                arrive(uint32(barriers + uint32(8 * LEFT_FREE)))
-            number = uint32(fresh_word(int32(number)))
-            slot = uint32(number & uint32(1))
-            number = uint32(number + uint32(1))
-            next_slot = uint32(number & uint32(1))
+                is_continued = uint32(1)
+                turn = uint32(turn ^ uint32(1))
+            announce_p1_read()
+            number = uint32(fresh_word(int32(number + uint32(1))))
             wait_for(
-                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + next_slot)),
+                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
                 uint32(uint32(number >> uint32(1)) & uint32(1)),
             )
-            next_item = uint32(base + uint32(4 * ITEMS) + next_slot * uint32(4 * ITEM_WORDS))
-            is_wanted = uint32(1) if word_at(next_item, REQUEST) >= 0 else uint32(0)
-            rotary = rotary_words(next_item, q_pe, pe_stride)
-            await_p1()
-            maximum_0, maximum_1 = (
-                float_at(base, uint32(uint32(MAXIMA + TILE_ROWS) + row)),
-                float_at(base, uint32(uint32(MAXIMA + TILE_ROWS) + below)),
-            )
-            if cuda.any_sync(0xFFFFFFFF, new_0 != maximum_0 or new_1 != maximum_1):
-                output = scale_rows(output, (factor_of(new_0, maximum_0), factor_of(new_1, maximum_1)))
-            open_products()
-            output = add_values(output, weights_1, values_1, uint32(1))
-            close_products()
-            turn = uint32(turn ^ uint32(1))
-            wait_for_copies_if(
-                uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), is_wanted
-            )
-            scores, gathers = begin_scores(
-                full, gathered, record, turn, gathers, is_wanted, rotary, queries, keys
-            )
-            close_products()
-            output = wait_for_products_but_one(output)
-            if lane == uint32(0):
-                arrive(uint32(barriers + uint32(8 * (LEFT_FREE + 1))))
-            announce_p1_free()
-            open_products()
-            scores = end_scores(scores, full, turn, is_wanted, queries, keys)
-            close_products()
-            announce_s0()
-            await_totals()
-            store_outputs(
-                output, item, seen, float_at(base, uint32(uint32(TOTALS) + row)),
-                float_at(base, uint32(uint32(TOTALS) + below)), 0, out, form, partials,
-            )  # fmt: skip
-            scores = wait_for_all_products(scores)
+            next_item, _ = item_places(base, number)
+            is_wanted = word_at(next_item, REQUEST) >= 0
+            if is_wanted:
+                rotary = rotary_words(next_item, q_pe, pe_stride)
+            await_outcomes()
+            chunk = uint32(base + uint32(WEIGHTS_AT))
+            store_outputs(output, base, chunk, item, 0, out, form, partials)
             cuda.syncwarp()
-            if lane == uint32(0):
-                arrive(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + slot)))
-            item = next_item
-            seen = uint32(base + uint32(4 * SEEN) + next_slot * uint32(4 * TILE_ROWS))
-        await_s1()
+            if fresh_lane() == uint32(0):
+                done = uint32(ITEM_FREE) + uint32(uint32(number & uint32(1)) ^ uint32(1))
+                arrive(uint32(fresh_shared_address_of(s_words) + uint32(STATE_AT) + uint32(8) * done))
         await_p0_free()
 
     @device_routine
@@ -581,67 +478,58 @@ def make_kernel(number: str, name: str) -> Any:
     ):  # fmt: skip
         """Score the second block of each pair, and keep the right half of the outputs and the rows' sums."""
         left_scale = scale if scale > float32(0) else float32(1)
-        base = fresh_shared_address_of(s_words)
-        barriers = uint32(base + uint32(STATE_AT))
-        thread = uint32(uint32(cuda.threadIdx.x) & uint32(127))
-        lane, quad = uint32(thread & uint32(31)), uint32(thread & uint32(3))
-        row = uint32(uint32(thread >> uint32(5)) * uint32(16) + uint32(lane >> uint32(2)))
-        below = uint32(row + uint32(8))
-        weights = uint32(
-            unit_address(uint32(base + uint32(WEIGHTS_AT + CHUNK_BYTES)), row, uint32(0))
-            + uint32(quad << uint32(2))
-        )
-        queries = row_descriptor(uint32(base + uint32(QUERIES_AT)))
-        keys = row_descriptor(uint32(base + uint32(KEYS_AT + BLOCK_BYTES)))
-        values_0 = column_descriptor(uint32(base + uint32(KEYS_AT + 4 * CHUNK_BYTES)))
-        values_1 = column_descriptor(uint32(base + uint32(KEYS_AT + BLOCK_BYTES + 4 * CHUNK_BYTES)))
-        weights_0 = row_descriptor(uint32(base + uint32(WEIGHTS_AT)))
-        full = uint32(barriers + uint32(8 * (KEYS_FULL + 9)))
-        gathered = uint32(barriers + uint32(8 * (GATHERED + 1)))
-        record = uint32(base + uint32(4 * (RECORDS + RECORD_WORDS)))
         number, turn, gathers = uint32(0), uint32(0), uint32(0)
-
-        wait_for(uint32(barriers + uint32(8 * ITEM_FULL)), uint32(0))
-        item, seen = uint32(base + uint32(4 * ITEMS)), uint32(base + uint32(4 * SEEN))
+        base = fresh_shared_address_of(s_words)
+        item, _ = item_places(base, number)
+        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_FULL)), uint32(0))
         if word_at(item, REQUEST) < 0:
             return
         announce_p0_free()
         rotary = rotary_words(item, q_pe, pe_stride)
-        wait_for_copies_if(uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(0), uint32(1))
-        await_s0()
-        scores, gathers = begin_scores(
-            full, gathered, record, uint32(0), gathers, uint32(1), rotary, queries, keys
-        )
-        scores = end_scores(scores, full, uint32(0), uint32(1), queries, keys)
-        close_products()
-        announce_s1()
-        scores = wait_for_all_products(scores)
-        is_wanted = uint32(1)
-        output = no_output()
-        while is_wanted != uint32(0):
+        is_wanted = True
+        while is_wanted:
+            # All anew for each item, so that nothing of it takes registers while outputs are written.
+            (
+                base, barriers, lane, quad, row, below, weights, queries, keys, values_0, values_1,
+                other_weights, full, gathered, record,
+            ) = places_of(s_words, 1)  # fmt: skip
+            item, seen = item_places(base, number)
             pairs = int32(max(int32(1), int32(uint32(word_at(item, STREAM) + int32(1)) >> uint32(1))))
+            wait_for_copies_if(
+                uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
+            )
+            output, is_continued = no_output(), uint32(0)
             maximum_0, maximum_1 = float32(-np.inf), float32(-np.inf)
-            sum_0, sum_1 = float32(0), float32(0)
-            is_continued = uint32(0)
-            for _ in range(pairs - int32(1)):
-                scores = visible_scores(scores, item, seen, record, heads, sees_prefix, scale)
-                if lane == uint32(0):
-                    arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
+            nothing = float32(0)
+            sums = nothing, nothing, nothing, nothing
+            added = sums
+            factors, last = (nothing, nothing), (nothing, nothing)
+            for pair in range(pairs):
+                await_s0()
+                if pair > 0:
+                    sums = grown(sums, factors, base, row, below, last, added)
+                scores, gathers = begin_scores(full, gathered, record, turn, gathers, rotary, queries, keys)
+                announce_s1()
                 await_p0()
                 middle_0, middle_1 = (
                     float_at(base, uint32(uint32(MAXIMA) + row)),
                     float_at(base, uint32(uint32(MAXIMA) + below)),
                 )
-                factor_0, factor_1 = factor_of(maximum_0, middle_0), factor_of(maximum_1, middle_1)
-                if cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1):
-                    output = scale_rows(output, (factor_0, factor_1))
+                factors = factor_of(maximum_0, middle_0), factor_of(maximum_1, middle_1)
+                is_new = cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1)
+                scores = wait_for_all_products(scores)
+                scores = visible_scores(scores, item, seen, record, heads, sees_prefix, scale)
+                if lane == uint32(0):
+                    arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
+                    if pair == pairs - int32(1):
+                        arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
+                if is_new:
+                    output = scale_rows(output, factors)
                 open_products()
-                output = add_values(output, weights_0, values_0, is_continued)
+                output = add_values(output, other_weights, values_0, is_continued)
                 close_products()
                 powers, maximum_0, maximum_1 = weigh(scores, left_scale, middle_0, middle_1)
                 words = pack_weights(powers)
-                sums = row_sums(powers)
-                last_0, last_1 = factor_of(middle_0, maximum_0), factor_of(middle_1, maximum_1)
                 await_p1_free()
                 store_words_in_chunk(weights, words)
                 if quad == uint32(0):
@@ -649,112 +537,46 @@ def make_kernel(number: str, name: str) -> Any:
                     set_float(base, uint32(uint32(MAXIMA + TILE_ROWS) + below), maximum_1)
                 fence_async_proxy()
                 announce_p1()
+                last = factor_of(middle_0, maximum_0), factor_of(middle_1, maximum_1)
                 output = wait_for_all_products(output)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * RIGHT_FREE)))
                 announce_p0_free()
                 if cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1):
-                    output = scale_rows(output, (last_0, last_1))
+                    output = scale_rows(output, last)
                 open_products()
                 output = add_own_values(output, words, values_1, uint32(1))
                 close_products()
+                added = sums_of(powers, sums_of_words(words))
                 output = wait_for_all_products(output)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * (RIGHT_FREE + 1))))
-                await_s0()
-                sum_0 = multiply_add(sum_0, factor_0, float_at(base, uint32(uint32(SUMS) + thread)))
-                sum_1 = multiply_add(
-                    sum_1, factor_1, float_at(base, uint32(uint32(SUMS) + uint32(thread + uint32(128))))
-                )
-                sum_0 = multiply_add(sum_0, last_0, sums[0])
-                sum_1 = multiply_add(sum_1, last_1, sums[1])
                 is_continued = uint32(1)
                 turn = uint32(turn ^ uint32(1))
-                scores, gathers = begin_scores(
-                    full, gathered, record, turn, gathers, uint32(1), rotary, queries, keys
-                )
-                scores = end_scores(scores, full, turn, uint32(1), queries, keys)
-                close_products()
-                announce_s1()
-                scores = wait_for_all_products(scores)
-
-            scores = visible_scores(scores, item, seen, record, heads, sees_prefix, scale)
-            if lane == uint32(0):
-                arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
-                arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-            await_p0()
-            middle_0, middle_1 = (
-                float_at(base, uint32(uint32(MAXIMA) + row)),
-                float_at(base, uint32(uint32(MAXIMA) + below)),
-            )
-            factor_0, factor_1 = factor_of(maximum_0, middle_0), factor_of(maximum_1, middle_1)
-            if cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1):
-                output = scale_rows(output, (factor_0, factor_1))
-            open_products()
-            output = add_values(output, weights_0, values_0, is_continued)
-            close_products()
-            powers, maximum_0, maximum_1 = weigh(scores, left_scale, middle_0, middle_1)
-            words = pack_weights(powers)
-            sums = row_sums(powers)
-            last_0, last_1 = factor_of(middle_0, maximum_0), factor_of(middle_1, maximum_1)
-            await_p1_free()
-            store_words_in_chunk(weights, words)
+            await_p1_read()
+            sums = grown(sums, factors, base, row, below, last, added)
+            if word_at(item, FAULT) != 0:
+                sums = float32(np.nan), float32(np.nan), float32(np.nan), float32(np.nan)
             if quad == uint32(0):
-                set_float(base, uint32(uint32(MAXIMA + TILE_ROWS) + row), maximum_0)
-                set_float(base, uint32(uint32(MAXIMA + TILE_ROWS) + below), maximum_1)
-            fence_async_proxy()
-            announce_p1()
-            output = wait_for_all_products(output)
-            if lane == uint32(0):
-                arrive(uint32(barriers + uint32(8 * RIGHT_FREE)))
-            announce_p0_free()
-            if cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1):
-                output = scale_rows(output, (last_0, last_1))
-            open_products()
-            output = add_own_values(output, words, values_1, uint32(1))
-            close_products()
-            output = wait_for_all_products(output)
-            if lane == uint32(0):
-                arrive(uint32(barriers + uint32(8 * (RIGHT_FREE + 1))))
-            number = uint32(fresh_word(int32(number)))
-            slot = uint32(number & uint32(1))
-            number = uint32(number + uint32(1))
-            next_slot = uint32(number & uint32(1))
+                share_outcome(base, item, seen, row, maximum_0, sums[0], sums[2], partial_sums, lse)
+                share_outcome(base, item, seen, below, maximum_1, sums[1], sums[3], partial_sums, lse)
+            cuda.syncwarp()
+            announce_outcomes()
+            number = uint32(fresh_word(int32(number + uint32(1))))
             wait_for(
-                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + next_slot)),
+                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
                 uint32(uint32(number >> uint32(1)) & uint32(1)),
             )
-            next_item = uint32(base + uint32(4 * ITEMS) + next_slot * uint32(4 * ITEM_WORDS))
-            is_wanted = uint32(1) if word_at(next_item, REQUEST) >= 0 else uint32(0)
-            await_s0()
-            sum_0 = multiply_add(sum_0, factor_0, float_at(base, uint32(uint32(SUMS) + thread)))
-            sum_1 = multiply_add(
-                sum_1, factor_1, float_at(base, uint32(uint32(SUMS) + uint32(thread + uint32(128))))
-            )
-            sum_0 = sum_of_quad(multiply_add(sum_0, last_0, sums[0]))
-            sum_1 = sum_of_quad(multiply_add(sum_1, last_1, sums[1]))
-            rotary = rotary_words(next_item, q_pe, pe_stride)
-            if word_at(item, FAULT) != 0:
-                sum_0, sum_1 = float32(np.nan), float32(np.nan)
-            store_totals(base, item, seen, maximum_0, maximum_1, sum_0, sum_1, partial_sums, lse)
-            announce_totals()
-            turn = uint32(turn ^ uint32(1))
-            wait_for_copies_if(
-                uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), is_wanted
-            )
-            scores, gathers = begin_scores(
-                full, gathered, record, turn, gathers, is_wanted, rotary, queries, keys
-            )
-            scores = end_scores(scores, full, turn, is_wanted, queries, keys)
-            close_products()
-            announce_s1()
-            store_outputs(output, item, seen, sum_0, sum_1, LATENT // 2, out, form, partials)
-            scores = wait_for_all_products(scores)
+            next_item, _ = item_places(base, number)
+            is_wanted = word_at(next_item, REQUEST) >= 0
+            if is_wanted:
+                rotary = rotary_words(next_item, q_pe, pe_stride)
+            chunk = uint32(base + uint32(WEIGHTS_AT + CHUNK_BYTES))
+            store_outputs(output, base, chunk, item, LATENT // 2, out, form, partials)
             cuda.syncwarp()
-            if lane == uint32(0):
-                arrive(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + slot)))
-            item = next_item
-            seen = uint32(base + uint32(4 * SEEN) + next_slot * uint32(4 * TILE_ROWS))
+            if fresh_lane() == uint32(0):
+                done = uint32(ITEM_FREE) + uint32(uint32(number & uint32(1)) ^ uint32(1))
+                arrive(uint32(fresh_shared_address_of(s_words) + uint32(STATE_AT) + uint32(8) * done))
         await_p1_free()
 
     def hopper_kernel(  # type: ignore[no-untyped-def]
@@ -762,7 +584,7 @@ def make_kernel(number: str, name: str) -> Any:
         nope_stride,  # int64: bytes from row to row
         q_pe,  # uint64: address of the rows [B * N * H, ROPE]
         pe_stride,  # int64
-        ckv,  # to max_keys as `Keys`, `Tree` and `Wave` have them
+        ckv,  # to max_keys as `Keys`, `Tree` and `Share` have them
         ckv_stride,
         ckv_page_stride,
         kpe,
@@ -778,9 +600,8 @@ def make_kernel(number: str, name: str) -> Any:
         prefix_lengths,
         max_path,
         heads,
-        first_tile,
-        tiles,
         workers,
+        rest_tiles,
         split_blocks,
         max_splits,
         max_keys,  # int32
@@ -788,8 +609,10 @@ def make_kernel(number: str, name: str) -> Any:
         in_boxes,  # int32: whether there are maps
         sees_prefix,  # int32: whether nodes see the prefix
         scale,  # float32: of the scores, to base 2
-        partials,  # float32 [splits, rows, LATENT]
-        partial_sums,  # float32 [splits, rows, 2]
+        partials,  # float32 [rows, LATENT]
+        partial_sums,  # float32 [rows, 4]
+        first_rows,  # int64 [parts]
+        num_rest,  # int32 [1]
         out,  # uint64: address of the output, [B, N, H, LATENT]
         lse,  # float32 [B, N, H]
         form,  # int32: of the output
@@ -799,7 +622,7 @@ def make_kernel(number: str, name: str) -> Any:
             page_table, page_starts, table_stride,
         )  # fmt: skip
         tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads)
-        wave = Wave(first_tile, tiles, workers, split_blocks, max_splits)
+        share = Share(workers, rest_tiles, split_blocks, max_splits)
         s_words = cuda.shared.array(0, int32, alignment=ALIGNMENT)
         barriers = uint32(shared_address_of(s_words) + uint32(STATE_AT))
         thread = uint32(cuda.threadIdx.x)
@@ -811,7 +634,7 @@ def make_kernel(number: str, name: str) -> Any:
             for place in range(uint32(18)):
                 start_barrier(uint32(barriers + uint32(8) * (uint32(KEYS_FULL) + uint32(place))), uint32(1))
             for place in range(uint32(2)):
-                start_barrier(uint32(barriers + uint32(8) * (uint32(GATHERED) + uint32(place))), uint32(64))
+                start_barrier(uint32(barriers + uint32(8) * (uint32(GATHERED) + uint32(place))), uint32(32))
                 start_barrier(uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(place))), uint32(1))
                 start_barrier(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + uint32(place))), uint32(11))
             for place in range(uint32(6)):
@@ -821,9 +644,10 @@ def make_kernel(number: str, name: str) -> Any:
         if warp >= uint32(8):
             lower_registers()
             if warp == uint32(10):
-                schedule(s_words, keys, tree, wave, max_keys, sees_prefix)
+                schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_rest)
             elif warp == uint32(11):
                 load_queries(s_words, q_nope, nope_stride, lane)
+                fill_unused_rows(tree, keys, max_keys, out, lse, form, cuda.blockIdx.x, workers)
             else:
                 load_keys(
                     s_words, keys, tree, maps, in_boxes, sees_prefix, lane,
@@ -847,8 +671,9 @@ def make_kernel(number: str, name: str) -> Any:
 
 
 SIGNATURE = (
-    f"void(uint64, int64, uint64, int64, {KEY_SIGNATURE}, {TREE_SIGNATURE}, {WAVE_SIGNATURE}, int32, uint64, "
-    "int32, int32, float32, float32[:, :, ::1], float32[:, :, ::1], uint64, float32[:, :, ::1], int32)"
+    f"void(uint64, int64, uint64, int64, {KEY_SIGNATURE}, {TREE_SIGNATURE}, {SHARE_SIGNATURE}, int32, "
+    "uint64, int32, int32, float32, float32[:, ::1], float32[:, ::1], int64[::1], int32[::1], uint64, "
+    "float32[:, :, ::1], int32)"
 )
 ATTEND_BFLOAT16 = Kernel(
     make_kernel("bf16", "hopper_bfloat16_kernel"), (SIGNATURE,), THREADS, architecture=ARCHITECTURE
@@ -860,31 +685,32 @@ KERNELS = {"bfloat16": ATTEND_BFLOAT16, "float16": ATTEND_FLOAT16}
 
 
 def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
-    """Launch the kernel, and the merge of splits, wave by wave."""
-    workers = multiprocessors()
+    """Launch the kernel, and the merge of what it leaves unmerged."""
+    share = share_arguments(splits, multiprocessors())
     in_boxes = takes_boxes(work.keys)
     maps = key_maps(work, int(cuda.get_current_device().id)) if in_boxes else 0
-    for wave in waves(work, splits, workers):
-        transfer.launch(
-            KERNELS[work.dtype.name],
-            workers,
-            np.uint64(work.q_nope.address),
-            np.int64(work.q_nope.stride),
-            np.uint64(work.q_pe.address),
-            np.int64(work.q_pe.stride),
-            *key_arguments(work.keys),
-            *tree_arguments(work),
-            *wave,
-            most_keys(splits),
-            np.uint64(maps),
-            np.int32(in_boxes),
-            np.int32(work.sees_prefix),
-            np.float32(work.sm_scale * LOG2_E),
-            splits.partials,
-            splits.partial_sums,
-            np.uint64(work.out.pointer),
-            work.lse,
-            output_form(work),
-            shared_bytes=SHARED_BYTES,
-        )
-        launch_merge(transfer, work, splits, wave)
+    transfer.launch(
+        KERNELS[work.dtype.name],
+        int(share.workers),
+        np.uint64(work.q_nope.address),
+        np.int64(work.q_nope.stride),
+        np.uint64(work.q_pe.address),
+        np.int64(work.q_pe.stride),
+        *key_arguments(work.keys),
+        *tree_arguments(work),
+        *share,
+        most_keys(splits),
+        np.uint64(maps),
+        np.int32(in_boxes),
+        np.int32(work.sees_prefix),
+        np.float32(work.sm_scale * LOG2_E),
+        splits.partials,
+        splits.partial_sums,
+        splits.first_rows,
+        splits.num_rest,
+        np.uint64(work.out.pointer),
+        work.lse,
+        output_form(work),
+        shared_bytes=SHARED_BYTES,
+    )
+    launch_merge(transfer, work, splits, int(share.workers), 1)

@@ -18,6 +18,8 @@ from numba_ddtree.tree_attention.hopper_state import (
     GATHERED,
     IN_BOXES,
     IN_ROWS,
+    IN_SLOT,
+    IS_FOLDED,
     ITEM_FREE,
     ITEM_FULL,
     ITEM_WORDS,
@@ -29,9 +31,12 @@ from numba_ddtree.tree_attention.hopper_state import (
     LEFT_FREE,
     LENGTH,
     LONGEST,
+    MIXED,
     NODES,
     OF_PATHS,
+    OUTPUT_KIND,
     OWN,
+    PLAIN,
     PREFIX,
     QUERIES_AT,
     QUERIES_FREE,
@@ -47,10 +52,10 @@ from numba_ddtree.tree_attention.hopper_state import (
     SEEN,
     SHARED,
     SHARED_BEGIN,
+    SLOT_ROW,
     SPLIT,
     STATE_AT,
     STREAM,
-    WAVE_ROW,
     first_query,
     set_word,
     word_at,
@@ -67,12 +72,8 @@ from numba_ddtree.tree_attention.path_blocks import (
     nodes_of,
 )
 from numba_ddtree.tree_attention.row_copies import load_row
-from numba_ddtree.tree_attention.split_items import (
-    find_item,
-    prefix_of,
-    split_length,
-    tiles_of_request,
-)
+from numba_ddtree.tree_attention.shares import find_item, fold_slot, share_out, splits_of_whole
+from numba_ddtree.tree_attention.split_items import prefix_of, splits_of
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
 if not SIMULATED:
@@ -83,7 +84,6 @@ if not SIMULATED:
         fresh_lane,
         fresh_shared_address_of,
         fresh_word,
-        make_handover,
         wait_for,
     )
     from numba_ddtree.device.ptx import (
@@ -97,18 +97,18 @@ if not SIMULATED:
         unit_address,
     )
 
-    _, await_record = make_handover(8, 64)
-
 
 @device_routine
-def describe_item(base, slot, tree, wave, request, tile, split, length, sees_prefix):  # type: ignore[no-untyped-def]
-    """Write what an item is, by a warp; return its number (int32) of blocks.
+def describe_item(  # type: ignore[no-untyped-def]
+    base, place, tree, request, tile, split, length, slot, is_folded, sees_prefix
+):  # fmt: skip
+    """Write what an item is to place 0 or 1, by a warp; return its number (int32) of blocks.
 
     Request -1 is the end of all items.
     """
     lane = fresh_lane()
-    item = uint32(base + uint32(4 * ITEMS) + slot * uint32(4 * ITEM_WORDS))
-    seen = uint32(base + uint32(4 * SEEN) + slot * uint32(4 * TILE_ROWS))
+    item = uint32(base + uint32(4 * ITEMS) + place * uint32(4 * ITEM_WORDS))
+    seen = uint32(base + uint32(4 * SEEN) + place * uint32(4 * TILE_ROWS))
     is_writer = lane == uint32(0)
     if is_writer:
         set_word(item, REQUEST, request)
@@ -123,16 +123,17 @@ def describe_item(base, slot, tree, wave, request, tile, split, length, sees_pre
     first_row = int32(tile * int32(TILE_ROWS))
     rows = int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)
     rows = int32(min(int32(TILE_ROWS), rows))
-    longest = uint32(0)
+    longest, shortest = uint32(0), uint32(0x7FFFFFFF)
     for half in range(uint32(2)):
         row = uint32(lane + uint32(half) * uint32(32))
         keys_seen = int32(0)
         if int32(row) < rows:
             node = uint32(uint32(first_row) + row) // uint32(tree.heads)
             keys_seen = int32(prefix + path_length(tree.ancestor_bits, request, node))
+            shortest = uint32(min(shortest, uint32(keys_seen)))
         set_word(seen, row, keys_seen)
         longest = uint32(max(longest, uint32(keys_seen)))
-    longest = warp_max(longest)
+    longest, shortest = warp_max(longest), uint32(~warp_max(uint32(~shortest)))
     begin = int32(split * length)
     path_begin = int32(uint32(prefix) // uint32(KEY_BLOCK))
     end = int32(uint32(longest + uint32(KEY_BLOCK - 1)) // uint32(KEY_BLOCK))
@@ -140,6 +141,12 @@ def describe_item(base, slot, tree, wave, request, tile, split, length, sees_pre
     shared = int32(0)
     if sees_prefix != 0:
         shared = int32(max(int32(0), int32(min(end, path_begin) - begin)))
+    splits, kind = splits_of(longest, length), int32(MIXED)
+    if splits_of(shortest, length) == splits:
+        if splits == 1:
+            kind = int32(PLAIN)
+        elif is_folded == 0 or split == 0:
+            kind = int32(IN_SLOT)
     first_node, nodes = nodes_of(first_row, rows, tree.heads)
     stream = shared
     gather_begin = int32(max(path_begin, begin))
@@ -163,33 +170,48 @@ def describe_item(base, slot, tree, wave, request, tile, split, length, sees_pre
         row_64 = int64(int64(request) * request_rows + int64(first_row))
         set_word(item, ROW_LOW, int32(row_64 & int64(0xFFFFFFFF)))
         set_word(item, ROW_HIGH, int32(row_64 >> int64(32)))
-        flat = int32(request * tiles_of_request(tree) + tile - wave.first_tile)
-        set_word(item, WAVE_ROW, int32(flat * int32(TILE_ROWS)))
+        set_word(item, SLOT_ROW, int32(slot * int32(TILE_ROWS)))
+        set_word(item, IS_FOLDED, is_folded)
+        set_word(item, OUTPUT_KIND, kind)
     return int32(max(stream, int32(split == 0)))
 
 
 @device_routine
-def schedule(s_words, keys, tree, wave, max_keys, sees_prefix):  # type: ignore[no-untyped-def]
+def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_rest):  # type: ignore[no-untyped-def]
     """Find this block's items one after the other, and describe them for the other warps."""
-    chosen = split_length(tree, keys, wave, max_keys)
+    whole, shared_length, rest = share_out(tree, keys, share, max_keys)
+    if cuda.blockIdx.x == 0 and fresh_lane() == uint32(0):
+        num_rest[0] = rest
     index = int32(cuda.blockIdx.x)
     number = uint32(0)
     request = int32(0)
     while request >= 0:
-        length = fresh_word(chosen)
-        request, tile, split = find_item(tree, keys, wave, length, max_keys, index)
-        index = int32(index + wave.workers)
-        base = fresh_shared_address_of(s_words)
-        slot = uint32(number & uint32(1))
-        place = uint32(base + uint32(STATE_AT) + slot * uint32(8))
-        parity = uint32(uint32(uint32(number >> uint32(1)) & uint32(1)) ^ uint32(1))
-        wait_for(uint32(place + uint32(8 * ITEM_FREE)), parity)
-        # A split that no row of the tile reaches is no item, but the first one is there to be written.
-        if describe_item(base, slot, tree, wave, request, tile, split, length, sees_prefix) > 0:
-            cuda.syncwarp()
-            if fresh_lane() == uint32(0):
-                arrive(uint32(place + uint32(8 * ITEM_FULL)))
-            number = uint32(number + uint32(1))
+        length = fresh_word(shared_length)
+        request, tile, split, slot = find_item(tree, keys, share, max_keys, 1, whole, length, index)
+        end, is_folded = int32(split + int32(1)), int32(0)
+        if request >= 0 and index < whole:
+            end, length = splits_of_whole(tree, share, request)
+            slot, is_folded = fold_slot(share, 1), int32(1)
+        elif request >= 0 and split == 0 and fresh_lane() == uint32(0):
+            row = int64(request) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
+            first_rows[uint32(slot) // uint32(share.max_splits)] = int64(row + int64(tile * int32(TILE_ROWS)))
+        index = int32(index + share.workers)
+        while split < end:
+            base = fresh_shared_address_of(s_words)
+            place = uint32(number & uint32(1))
+            at = uint32(base + uint32(STATE_AT) + place * uint32(8))
+            parity = uint32(uint32(uint32(number >> uint32(1)) & uint32(1)) ^ uint32(1))
+            wait_for(uint32(at + uint32(8 * ITEM_FREE)), parity)
+            # A split that no row of the tile reaches is no item, but the first one is there to be written.
+            blocks = describe_item(
+                base, place, tree, request, tile, split, length, slot, is_folded, sees_prefix
+            )
+            if blocks > 0:
+                cuda.syncwarp()
+                if fresh_lane() == uint32(0):
+                    arrive(uint32(at + uint32(8 * ITEM_FULL)))
+                number = uint32(number + uint32(1))
+            split = int32(split + int32(1))
 
 
 @device_routine
@@ -212,7 +234,7 @@ def load_queries(s_words, q_nope, nope_stride, lane):  # type: ignore[no-untyped
         if lane == uint32(0):
             arrive(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + slot)))
         wait_for(uint32(barriers + uint32(8 * QUERIES_FREE)), uint32(uint32(number & uint32(1)) ^ uint32(1)))
-        for step in range(uint32(16)):
+        for step in range(fresh_word(int32(16))):
             row = uint32(uint32(lane >> uint32(3)) + uint32(step) * uint32(4))
             size = uint32(16) if int32(row) < rows else uint32(0)
             place = unit_address(uint32(base + uint32(QUERIES_AT)), row, unit)
@@ -243,21 +265,23 @@ def page_and_row(keys, request, block):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def key_of_slot(tree, item, record, seen, slot, sees_prefix):  # type: ignore[no-untyped-def]
-    """Row (int32) of a request's keys that goes into a slot of a gathered block; -1: none, -2: a fault."""
+def key_of_slot(  # type: ignore[no-untyped-def]
+    tree, item, seen, block, first, common, own, count, slot, sees_prefix
+):  # fmt: skip
+    """Row (int32) of a request's keys that goes into a slot of a block of paths; -1: none, -2: a fault.
+
+    The block has paths of `count` nodes from the item's node `first` on, as `path_blocks` packs them.
+    """
     prefix = word_at(item, PREFIX)
-    position = int32(word_at(record, BLOCK) * int32(KEY_BLOCK) + int32(slot))
-    if word_at(record, KIND) == IN_ROWS:
-        return position
+    position = int32(block * int32(KEY_BLOCK) + int32(slot))
     group = int32(uint32(slot) // uint32(GROUP))
-    common, own = word_at(record, COMMON), word_at(record, OWN)
-    if word_at(record, COUNT) == 0:
+    if count == 0:
         return int32(-1)
     if group < common:
         return position if sees_prefix != 0 else int32(-1)
     place = int32(uint32(group - common) // uint32(own))
-    node = int32(word_at(record, FIRST) + place)
-    if place >= word_at(record, COUNT) or node >= word_at(item, NODES):
+    node = int32(first + place)
+    if place >= count or node >= word_at(item, NODES):
         return int32(-1)
     node = int32(word_at(item, FIRST_NODE) + node)
     position = int32(position - place * own * int32(GROUP))
@@ -273,20 +297,28 @@ def key_of_slot(tree, item, record, seen, slot, sees_prefix):  # type: ignore[no
 
 
 @device_routine
-def gather_block(keys, item, buffer, half, key):  # type: ignore[no-untyped-def]
-    """Begin to copy 32 rows of a block, by a warp whose lanes each have one row's key."""
+def addresses_of_key(keys, item, key):  # type: ignore[no-untyped-def]
+    """Addresses (uint64) of both parts of a key's row, `ABSENT` if there is none; notes faults."""
     latent, rotary = ABSENT, ABSENT
     if key >= 0:
         latent, rotary = row_addresses(keys, word_at(item, REQUEST), key)
     if key < -1 or (key >= 0 and latent == ABSENT):
         set_word(item, FAULT, 1)
+    return latent, rotary
+
+
+@device_routine
+def gather_rows(buffer, upper, lower):  # type: ignore[no-untyped-def]
+    """Begin to copy a block's rows, by a warp whose lanes have addresses of two: its own and 32 further."""
     lane = fresh_lane()
     unit = uint32(lane & uint32(7))
-    for step in range(uint32(8)):
-        source = uint32(uint32(lane >> uint32(3)) + uint32(step) * uint32(4))
-        row_latent = uint64(cuda.shfl_sync(0xFFFFFFFF, int64(latent), source))
-        row_rotary = uint64(cuda.shfl_sync(0xFFFFFFFF, int64(rotary), source))
-        load_row(buffer, uint32(half * uint32(32) + source), unit, row_latent, row_rotary)
+    for half in range(fresh_word(int32(2))):
+        latent, rotary = upper if half == 0 else lower
+        for step in range(fresh_word(int32(8))):
+            source = uint32(uint32(lane >> uint32(3)) + uint32(step) * uint32(4))
+            row_latent = uint64(cuda.shfl_sync(0xFFFFFFFF, int64(latent), source))
+            row_rotary = uint64(cuda.shfl_sync(0xFFFFFFFF, int64(rotary), source))
+            load_row(buffer, uint32(uint32(half) * uint32(32) + source), unit, row_latent, row_rotary)
 
 
 @device_routine
@@ -300,12 +332,16 @@ def copy_chunks(buffer, full, tensor_map, first, count, row, page):  # type: ign
 
 
 @device_routine
-def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, half):  # type: ignore[no-untyped-def]
-    """Load the blocks of each item in turn into the two buffers, by two warps."""
+def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, which):  # type: ignore[no-untyped-def]
+    """Load every other block of each item into a buffer, 0 or 1, by a warp of its own."""
     base = fresh_shared_address_of(s_words)
     barriers = uint32(base + uint32(STATE_AT))
     number, turn = uint32(0), uint32(0)
-    is_leader = half == uint32(0) and lane == uint32(0)
+    is_leader = lane == uint32(0)
+    buffer = uint32(base + uint32(KEYS_AT) + which * uint32(BLOCK_BYTES))
+    full = uint32(barriers + uint32(8 * KEYS_FULL) + which * uint32(72))
+    free = uint32(barriers + uint32(8) * which)
+    record = uint32(base + uint32(4 * RECORDS) + which * uint32(4 * RECORD_WORDS))
     if in_boxes != 0 and is_leader:
         acquire_map(maps)
         acquire_map(uint64(maps + uint64(128)))
@@ -319,23 +355,19 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, half):  # 
         if request < 0:
             return
         shared, shared_begin = word_at(item, SHARED), word_at(item, SHARED_BEGIN)
-        path_block, first = word_at(item, GATHER_BEGIN), int32(0)
         pages, next_pages = int32(0), int32(0)
         if in_boxes != 0 and int32(lane) < shared:
             next_pages = page_and_row(keys, request, int32(shared_begin + int32(lane)))
+        # The path block that comes at `place`, and the first of the nodes that share it.
+        place, path_block, first = shared, word_at(item, GATHER_BEGIN), int32(0)
         blocks = int32(uint32(word_at(item, STREAM) + int32(1)) & uint32(0xFFFFFFFE))
         blocks = int32(max(int32(2), blocks))
-        for index in range(blocks):
-            which = uint32(uint32(index) & uint32(1))
+        for index in range(int32(which), blocks, int32(2)):
             parity = uint32(uint32(turn & uint32(1)) ^ uint32(1))
-            buffer = uint32(base + uint32(KEYS_AT) + which * uint32(BLOCK_BYTES))
-            full = uint32(barriers + uint32(8 * KEYS_FULL) + which * uint32(72))
-            free = uint32(barriers + uint32(8) * which)
-            record = uint32(base + uint32(4 * RECORDS) + which * uint32(4 * RECORD_WORDS))
             if in_boxes != 0 and index < shared:
-                if index & 31 == 0:
+                if index & 31 == int32(which):
                     pages = next_pages
-                    further = int32(int32(index) + int32(32) + int32(lane))
+                    further = int32(int32(index) - int32(which) + int32(32) + int32(lane))
                     if further < shared:
                         next_pages = page_and_row(keys, request, int32(shared_begin + further))
                 page = cuda.shfl_sync(0xFFFFFFFF, pages, index & 31)
@@ -350,10 +382,8 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, half):  # 
                 if is_leader:
                     set_word(record, KIND, IN_BOXES)
                     arrive_and_expect(uint32(full + uint32(64)), uint32(CHUNK_BYTES))
-                    place = uint32(buffer + uint32(LATENT_CHUNKS * CHUNK_BYTES))
-                    copy_box(
-                        place, uint64(maps + uint64(128)), uint32(full + uint32(64)), int32(0), row, page
-                    )
+                    last = uint32(buffer + uint32(LATENT_CHUNKS * CHUNK_BYTES))
+                    copy_box(last, uint64(maps + uint64(128)), uint32(full + uint32(64)), int32(0), row, page)
                 wait_for(uint32(free + uint32(8 * LEFT_FREE)), parity)
                 if is_leader:
                     copy_chunks(buffer, full, maps, uint32(0), uint32(4), row, page)
@@ -361,39 +391,45 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, half):  # 
                 if is_leader:
                     copy_chunks(buffer, full, maps, uint32(4), uint32(4), row, page)
             else:
-                wait_for(uint32(free + uint32(8 * ROTARY_FREE)), parity)
-                wait_for(uint32(free + uint32(8 * LEFT_FREE)), parity)
-                wait_for(uint32(free + uint32(8 * RIGHT_FREE)), parity)
+                # Where the rows are is found out before their buffer is free.
                 kind, block = int32(IN_ROWS), int32(shared_begin + int32(index))
                 common, own, count = int32(0), int32(0), int32(0)
+                key = int32(block * int32(KEY_BLOCK) + int32(lane))
+                key_below = int32(key + int32(32))
                 if index >= shared:
-                    kind, block = int32(OF_PATHS), path_block
+                    while place < min(int32(index), word_at(item, STREAM)):
+                        _, _, count = group_shape(word_at(item, PREFIX), path_block, word_at(item, LONGEST))
+                        place, first = int32(place + int32(1)), int32(first + count)
+                        if first >= word_at(item, NODES):
+                            first, path_block = int32(0), int32(path_block + int32(1))
+                    kind, block, count = int32(OF_PATHS), path_block, int32(0)
                     if index < word_at(item, STREAM):
                         common, own, count = group_shape(
                             word_at(item, PREFIX), path_block, word_at(item, LONGEST)
                         )
-                if lane == uint32(0) and half == uint32(0):
+                    key = key_of_slot(tree, item, seen, block, first, common, own, count, lane, sees_prefix)
+                    key_below = key_of_slot(
+                        tree, item, seen, block, first, common, own, count, uint32(lane + uint32(32)),
+                        sees_prefix,
+                    )  # fmt: skip
+                upper = addresses_of_key(keys, item, key)
+                lower = addresses_of_key(keys, item, key_below)
+                wait_for(uint32(free + uint32(8 * ROTARY_FREE)), parity)
+                wait_for(uint32(free + uint32(8 * LEFT_FREE)), parity)
+                wait_for(uint32(free + uint32(8 * RIGHT_FREE)), parity)
+                if is_leader:
                     set_word(record, KIND, kind)
                     set_word(record, BLOCK, block)
                     set_word(record, FIRST, first)
                     set_word(record, COMMON, common)
                     set_word(record, OWN, own)
                     set_word(record, COUNT, count)
-                await_record()
-                slot_of_lane = uint32(half * uint32(32) + lane)
-                key = key_of_slot(tree, item, record, seen, slot_of_lane, sees_prefix)
-                gather_block(keys, item, buffer, half, key)
-                await_record()
+                gather_rows(buffer, upper, lower)
                 if is_leader:
                     for chunk in range(uint32(LATENT_CHUNKS + 1)):
                         arrive(uint32(full + uint32(8) * uint32(chunk)))
                 arrive_after_copies(uint32(barriers + uint32(8) * (uint32(GATHERED) + which)))
-                if index >= shared:
-                    first = int32(first + count)
-                    if first >= word_at(item, NODES):
-                        first = int32(0)
-                        path_block = int32(path_block + int32(1))
-            turn = uint32(turn + which)
+            turn = uint32(turn + uint32(1))
         cuda.syncwarp()
         if lane == uint32(0):
             arrive(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + slot)))

@@ -31,9 +31,10 @@ BARRIERS = 32
 
 # Words of shared memory.
 MAXIMA = STATE_AT // 4 + 2 * BARRIERS  # of each row after the first and after the second block of a pair
-SUMS = MAXIMA + 2 * TILE_ROWS  # of the first block's probabilities, two of each thread of the left warpgroup
-TOTALS = SUMS + 2 * 128  # of each row, at an item's end
-ITEMS = TOTALS + TILE_ROWS  # of two items, the one at work and the next
+SUMS = MAXIMA + 2 * TILE_ROWS  # of each row's probabilities in a pair's first block, as they are and rounded
+OUTCOMES = SUMS + 2 * TILE_ROWS  # of each row, at an item's end
+OUTCOME_WORDS = 4
+ITEMS = OUTCOMES + OUTCOME_WORDS * TILE_ROWS  # of two items, the one at work and the next
 ITEM_WORDS = 20
 SEEN = ITEMS + 2 * ITEM_WORDS  # keys that each of an item's rows sees
 RECORDS = SEEN + 2 * TILE_ROWS  # of the block in each buffer
@@ -41,7 +42,8 @@ RECORD_WORDS = 8
 SHARED_BYTES = 4 * (RECORDS + 2 * RECORD_WORDS)
 
 # Words of an item: the shared blocks, `SHARED` from `SHARED_BEGIN` on, come first of `STREAM` in all, then
-# those with path keys; the longest row sees `LONGEST` keys, and a split has `LENGTH` blocks.
+# those with path keys; the longest row sees `LONGEST` keys, and a split has `LENGTH` blocks. Partial results
+# go to rows from `SLOT_ROW` on, where an item that `IS_FOLDED` finds what the splits before have come to.
 (
     REQUEST,
     SPLIT,
@@ -55,12 +57,18 @@ SHARED_BYTES = 4 * (RECORDS + 2 * RECORD_WORDS)
     LONGEST,
     GATHER_BEGIN,
     LENGTH,
-    WAVE_ROW,
+    SLOT_ROW,
+    IS_FOLDED,
+    OUTPUT_KIND,
     ROW_LOW,
     ROW_HIGH,
     FIRST_NODE,
     NODES,
-) = range(17)
+) = range(19)
+MIXED, PLAIN, IN_SLOT = range(3)  # OUTPUT_KIND: whether all rows are written the same way
+# Words of a row's outcome: weights of what was before, and of what this item adds; what the sum is multiplied
+# by; and what is to be done with it, in bits.
+KEPT, ADDED, FACTOR, TO_DO = range(4)
 # Words of a buffer's record: `COUNT` nodes from the tile's node `FIRST` on share a block of paths, as
 # `path_blocks` packs them.
 KIND, BLOCK, FIRST, COMMON, OWN, COUNT = range(6)

@@ -9,19 +9,14 @@ import numpy as np
 from numba_ddtree.cuda_target import SIMULATED
 from numba_ddtree.tree_attention.key_rows import KEY_SIGNATURE, Keys, key_arguments
 from numba_ddtree.tree_attention.outputs import output_form
-from numba_ddtree.tree_attention.split_items import (
-    TREE_SIGNATURE,
-    WAVE_SIGNATURE,
-    Tree,
-    Wave,
-    most_keys,
-    tree_arguments,
-)
+from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share
+from numba_ddtree.tree_attention.split_items import TREE_SIGNATURE, Tree, most_keys, tree_arguments
 from numba_ddtree.tree_attention.work import SplitPlan, Work
 
 SIGNATURE = (
-    f"void(uint64, int64, uint64, int64, {KEY_SIGNATURE}, {TREE_SIGNATURE}, {WAVE_SIGNATURE}, int32, int32, "
-    "float32, float32[:, :, ::1], float32[:, :, ::1], uint64, float32[:, :, ::1], int32)"
+    f"void(uint64, int64, uint64, int64, {KEY_SIGNATURE}, {TREE_SIGNATURE}, {SHARE_SIGNATURE}, int32, int32, "
+    "float32, float32[:, ::1], float32[:, ::1], int64[::1], int32[::1], uint64, "
+    "float32[:, :, ::1], int32)"
 )
 LOG2_E = 1.4426950408889634
 
@@ -40,12 +35,14 @@ class Results(NamedTuple):
 
     partials: Any
     partial_sums: Any
+    first_rows: Any
+    num_rest: Any
     out: Any
     lse: Any
     form: Any
 
 
-def kernel_arguments(work: Work, splits: SplitPlan, wave: Wave) -> tuple[Any, ...]:
+def kernel_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, ...]:
     """Return a launch's arguments, in the order of `SIGNATURE`."""
     return (
         np.uint64(work.q_nope.address),
@@ -54,12 +51,14 @@ def kernel_arguments(work: Work, splits: SplitPlan, wave: Wave) -> tuple[Any, ..
         np.int64(work.q_pe.stride),
         *key_arguments(work.keys),
         *tree_arguments(work),
-        *wave,
+        *share,
         most_keys(splits),
         np.int32(work.sees_prefix),
         np.float32(work.sm_scale * LOG2_E),
         splits.partials,
         splits.partial_sums,
+        splits.first_rows,
+        splits.num_rest,
         np.uint64(work.out.pointer),
         work.lse,
         output_form(work),
@@ -67,7 +66,7 @@ def kernel_arguments(work: Work, splits: SplitPlan, wave: Wave) -> tuple[Any, ..
 
 
 def make_kernel(attend: Any, name: str) -> Any:
-    """Make the kernel that does ``attend(queries, keys, tree, wave, max_keys, sees_prefix, scale, results)``.
+    """Make a kernel of ``attend(queries, keys, tree, share, max_keys, sees_prefix, scale, results)``.
 
     Of nothing where there are no tensor cores, in the simulator.
     """
@@ -79,7 +78,7 @@ def make_kernel(attend: Any, name: str) -> Any:
         nope_stride,
         q_pe,
         pe_stride,
-        ckv,  # to max_keys as `Keys`, `Tree` and `Wave` have them
+        ckv,  # to max_keys as `Keys`, `Tree` and `Share` have them
         ckv_stride,
         ckv_page_stride,
         kpe,
@@ -95,16 +94,17 @@ def make_kernel(attend: Any, name: str) -> Any:
         prefix_lengths,
         max_path,
         heads,
-        first_tile,
-        tiles,
         workers,
+        rest_tiles,
         split_blocks,
         max_splits,
         max_keys,  # int32
         sees_prefix,  # int32: whether nodes see the prefix
         scale,  # float32: of the scores, to base 2
-        partials,  # float32 [splits, rows, LATENT]
-        partial_sums,  # float32 [splits, rows, 2]
+        partials,  # float32 [rows, LATENT]
+        partial_sums,  # float32 [rows, 4]
+        first_rows,  # int64 [parts]
+        num_rest,  # int32 [1]
         out,  # uint64: address of the output, [B, N, H, LATENT]
         lse,  # float32 [B, N, H]
         form,  # int32: of the output
@@ -116,11 +116,11 @@ def make_kernel(attend: Any, name: str) -> Any:
                 page_table, page_starts, table_stride,
             ),
             Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads),
-            Wave(first_tile, tiles, workers, split_blocks, max_splits),
+            Share(workers, rest_tiles, split_blocks, max_splits),
             max_keys,
             sees_prefix,
             scale,
-            Results(partials, partial_sums, out, lse, form),
+            Results(partials, partial_sums, first_rows, num_rest, out, lse, form),
         )  # fmt: skip
 
     kernel.__name__ = kernel.__qualname__ = name

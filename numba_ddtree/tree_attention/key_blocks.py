@@ -43,7 +43,8 @@ def item_of(tree, request, part, height, split, length, sees_prefix):  # type: i
     """Return the `Item` of a valid request's part number `part`, of `height` rows, and a split."""
     prefix = prefix_of(tree, request)
     first_row = int32(part * int32(height))
-    rows = int32(min(int32(height), int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)))
+    rows = int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)
+    rows = int32(max(int32(0), min(int32(height), rows)))
     begin = int32(split * length)
     end = int32(min(int64(begin) + int64(length), int64(MOST_BLOCKS)))
     return Item(request, split, first_row, rows, prefix, int32(0) if sees_prefix else prefix, begin, end)
@@ -97,6 +98,8 @@ def last_node_of(item, tree):  # type: ignore[no-untyped-def]
 @device_routine
 def first_block(item, tree, state, sees_prefix):  # type: ignore[no-untyped-def]
     """First block of an item and its node, as `following` gives the next ones."""
+    if item.rows == 0:
+        return int32(-1), int32(-1)
     start = item.begin if sees_prefix else int32(max(item.begin, first_path_block(item)))
     return following(item, tree, state, int32(start - 1), int32(-1))
 

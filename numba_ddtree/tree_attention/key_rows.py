@@ -89,6 +89,20 @@ def path_length(ancestor_bits: Any, request: Any, node: Any) -> Any:
 
 
 @device_routine
+def place_of_bit(bits: Any, index: Any) -> Any:
+    """Place (int32) of a word's bit number `index` of those that are 1, from the lowest on."""
+    left, place, width = int32(index), uint32(0), uint32(16)
+    while width > uint32(0):
+        below = int32(cuda.popc(uint32(bits & uint32(uint32(uint32(1) << width) - uint32(1)))))
+        if left >= below:
+            left = int32(left - below)
+            bits = uint32(bits >> width)
+            place = uint32(place + width)
+        width = uint32(width >> uint32(1))
+    return int32(place)
+
+
+@device_routine
 def path_slot(ancestor_bits: Any, request: Any, node: Any, depth: Any) -> Any:
     """Slot (int32) at a depth of a node's path: its bits are in order of depth. -1 if there is none."""
     left = int32(depth)
@@ -96,10 +110,6 @@ def path_slot(ancestor_bits: Any, request: Any, node: Any, depth: Any) -> Any:
         bits = uint32(ancestor_bits[uint32(request), uint32(node), uint32(word)])
         count = int32(cuda.popc(bits))
         if left < count:
-            while left > 0:
-                bits = uint32(bits & uint32(bits - uint32(1)))
-                left = int32(left - 1)
-            lowest = uint32(bits & uint32(uint32(~bits) + uint32(1)))
-            return int32(int32(uint32(word) << uint32(5)) + int32(cuda.popc(uint32(lowest - uint32(1)))))
+            return int32(int32(uint32(word) << uint32(5)) + place_of_bit(bits, left))
         left = int32(left - count)
     return int32(-1)

@@ -158,7 +158,8 @@ class TreeAttention:
             By default the quickest for the dtype on this device; ``"hopper"``, for compute capability 9.0,
             on request alone.
         workspace_limit : int
-            Bytes that partial results may take at once; where more are needed, a run goes in waves of tiles.
+            Bytes that partial results may take; where more would be needed, fewer tiles are cut along their
+            keys to fill a device.
         workspace : array on the device, optional
             Memory to use instead of allocating any: at least `tree_attention_workspace_bytes` bytes,
             C-contiguous, of any dtype, from a multiple of 16 bytes on. Plans whose runs do not overlap may
@@ -195,7 +196,7 @@ class TreeAttention:
         with device_context(placement.device_id):
             chosen = REFERENCE if placement.on_host else choose_kernel(kernel, checked)
         if chosen in (REFERENCE, SHARED_SCORES):
-            sizes = whole_range(1)  # without partial results
+            sizes = whole_range()  # without partial results
         planned = cls(
             **numbers,
             page_size=page_size,

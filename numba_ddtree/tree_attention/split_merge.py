@@ -1,178 +1,144 @@
-"""The splits' partial results of each row become one; rows of no node are filled.
-
-A row of one split has its result already. The results of several are merged by log-sum-exp, in order::
-
-    M = max_s m_s,   out = sum_s 2^(m_s - M) O_s / sum_s 2^(m_s - M) l_s,   lse = (M + log2 sum) ln 2
-
-which for a single split are the same operations as writing it at once: results do not tell.
-"""
+"""Merges the partial results of tiles whose splits were several workers', as `split_fold` says."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, float32, int32, int64, uint32
-from numba_ddtree.device.memory import load_four, store_flat
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
+from numba_ddtree.device.memory import load_flat, load_four, store_flat
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
-from numba_ddtree.tree_attention.key_rows import KEY_SIGNATURE, Keys, key_arguments, path_length
 from numba_ddtree.tree_attention.outputs import output_form
-from numba_ddtree.tree_attention.split_items import (
-    TREE_SIGNATURE,
-    WAVE_SIGNATURE,
-    Tree,
-    Wave,
-    blocks_of,
-    is_valid_request,
-    most_keys,
-    prefix_of,
-    split_length,
-    splits_of,
-    tiles_of_request,
-    tree_arguments,
-)
+from numba_ddtree.tree_attention.split_fold import fold_normaliser, fold_weights, folded
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
 
 if not SIMULATED:
-    from numba_ddtree.device.ptx import exp2, larger_of, multiply_add, product_of
-    from numba_ddtree.tree_attention.outputs import natural_log_sum, normaliser, store_pair
+    from numba_ddtree.device.ptx import product_of
+    from numba_ddtree.tree_attention.outputs import natural_log_sum, store_pair
 
 THREADS = block_threads(256)
-WARPS = THREADS // 32
-PARTS = 2  # blocks that share a tile
-QUADS = LATENT // 128  # of a row, four numbers each, that a lane has
+ROWS = THREADS // 32  # of a block, a warp each
 
 
 @device_routine
-def fill_row(out, lse, row, value, logarithm, form, lane):  # type: ignore[no-untyped-def]
-    """Write one value to all of a row, by a warp."""
-    for quad in range(uint32(lane), uint32(LATENT // 2), uint32(32)):
-        store_pair(out, row * int64(LATENT) + int64(2 * uint32(quad)), value, value, form)
-    if lane == uint32(0):
-        store_flat(lse, row, logarithm)
+def load_row(partials, place, lane):  # type: ignore[no-untyped-def]
+    """Load a lane's numbers of a row of partial results, by a warp."""
+    start = int64(place) * int64(LATENT) + int64(uint32(lane << uint32(2)))
+    return (
+        load_four(partials, start),
+        load_four(partials, start + int64(128)),
+        load_four(partials, start + int64(256)),
+        load_four(partials, start + int64(384)),
+    )
 
 
 @device_routine
-def merge_row(partials, partial_sums, place, splits, out, lse, row, form, lane):  # type: ignore[no-untyped-def]
-    """Merge a row's splits, by a warp."""
-    maximum = float32(-np.inf)  # a NaN among them is in the sums, too
-    for split in range(splits):
-        maximum = larger_of(maximum, partial_sums[uint32(split), place, uint32(0)])
-    total = float32(0)
-    for split in range(splits):
-        weight = exp2(float32(partial_sums[uint32(split), place, uint32(0)] - maximum))
-        total = multiply_add(weight, partial_sums[uint32(split), place, uint32(1)], total)
-    factor = normaliser(total)
-    split_stride = int64(partials.shape[1]) * int64(LATENT)
-    for part in range(uint32(QUADS)):
-        column = int64(uint32(4 * (uint32(part) * uint32(32) + lane)))
-        offset = int64(place) * int64(LATENT) + column
-        a, b, c, d = float32(0), float32(0), float32(0), float32(0)
-        for split in range(splits):
-            weight = exp2(float32(partial_sums[uint32(split), place, uint32(0)] - maximum))
-            x, y, z, w = load_four(partials, offset + int64(split) * split_stride)
-            a, b = multiply_add(weight, x, a), multiply_add(weight, y, b)
-            c, d = multiply_add(weight, z, c), multiply_add(weight, w, d)
-        start = row * int64(LATENT) + column
-        store_pair(out, start, product_of(a, factor), product_of(b, factor), form)
-        store_pair(out, start + int64(2), product_of(c, factor), product_of(d, factor), form)
+def fold_four(weight, values, weight_added, added):  # type: ignore[no-untyped-def]
+    return (
+        folded(weight, values[0], weight_added, added[0]),
+        folded(weight, values[1], weight_added, added[1]),
+        folded(weight, values[2], weight_added, added[2]),
+        folded(weight, values[3], weight_added, added[3]),
+    )
+
+
+@device_routine
+def fold_row(state, sums, added):  # type: ignore[no-untyped-def]
+    """Fold a split's sums and numbers into what there is: maximum, two sums and four times four numbers."""
+    maximum, total, rounded, a, b, c, d = state
+    maximum, weight, weight_added = fold_weights(maximum, sums[0])
+    total = folded(weight, total, weight_added, sums[1])
+    rounded = folded(weight, rounded, weight_added, sums[2])
+    a = fold_four(weight, a, weight_added, added[0])
+    b = fold_four(weight, b, weight_added, added[1])
+    c = fold_four(weight, c, weight_added, added[2])
+    d = fold_four(weight, d, weight_added, added[3])
+    return maximum, total, rounded, a, b, c, d
+
+
+@device_routine
+def store_four(out, start, values, factor, form):  # type: ignore[no-untyped-def]
+    store_pair(out, start, product_of(values[0], factor), product_of(values[1], factor), form)
+    store_pair(
+        out, int64(start + int64(2)), product_of(values[2], factor), product_of(values[3], factor), form
+    )
+
+
+@device_routine
+def merge_row(partials, partial_sums, place, stride, splits, out, lse, row, form, lane):  # type: ignore[no-untyped-def]
+    """Merge a row's splits, which lie `stride` rows apart from row `place` on; by a warp."""
+    a, b, c, d = load_row(partials, place, lane)
+    sums = load_four(partial_sums, int64(4) * place)
+    state = sums[0], sums[1], sums[2], a, b, c, d
+    last = int64(place + int64(splits - int32(1)) * stride)
+    for split in range(1, splits, 2):  # two at once, for the loads of both to be under way together
+        near = int64(place + int64(split) * stride)
+        far = int64(min(int64(near + stride), last))
+        sums, sums_far = load_four(partial_sums, int64(4) * near), load_four(partial_sums, int64(4) * far)
+        added, added_far = load_row(partials, near, lane), load_row(partials, far, lane)
+        state = fold_row(state, sums, added)
+        if far != near:
+            state = fold_row(state, sums_far, added_far)
+    maximum, total, rounded, a, b, c, d = state
+    factor = fold_normaliser(rounded)
+    start = int64(row * int64(LATENT) + int64(uint32(lane << uint32(2))))
+    store_four(out, start, a, factor, form)
+    store_four(out, int64(start + int64(128)), b, factor, form)
+    store_four(out, int64(start + int64(256)), c, factor, form)
+    store_four(out, int64(start + int64(384)), d, factor, form)
     if lane == uint32(0):
         store_flat(lse, row, natural_log_sum(maximum, total))
 
 
 def merge_splits_kernel(  # type: ignore[no-untyped-def]
-    ckv,  # to max_keys as `Keys`, `Tree` and `Wave` have them
-    ckv_stride,
-    ckv_page_stride,
-    kpe,
-    kpe_stride,
-    kpe_page_stride,
-    page_size,
-    num_pages,
-    page_table,
-    page_starts,
-    table_stride,
-    ancestor_bits,
-    num_nodes,
-    prefix_lengths,
-    max_path,
-    heads,
-    first_tile,
-    tiles,
-    workers,
-    split_blocks,
-    max_splits,
-    max_keys,  # int32
-    partials,  # float32 [splits, rows, LATENT]
-    partial_sums,  # float32 [splits, rows, 2]
+    max_splits,  # int32
+    height,  # int32: rows of a part
+    partials,  # float32 [rows, LATENT]
+    partial_sums,  # float32 [rows, 4]
+    first_rows,  # int64 [parts]
+    num_rest,  # int32 [1]
     out,  # uint64: address of the output, [B, N, H, LATENT]
     lse,  # float32 [B, N, H]
     form,  # int32: of the output
 ):
-    keys = Keys(
-        ckv, ckv_stride, ckv_page_stride, kpe, kpe_stride, kpe_page_stride, page_size, num_pages, page_table,
-        page_starts, table_stride,
-    )  # fmt: skip
-    tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads)
-    wave = Wave(first_tile, tiles, workers, split_blocks, max_splits)
     lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
     warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
-    slots = uint32(ancestor_bits.shape[1])
-    tile_of_wave = uint32(uint32(cuda.blockIdx.x) // uint32(PARTS))
-    flat = uint32(uint32(first_tile) + tile_of_wave)
-    per_request = uint32(tiles_of_request(tree))
-    request = uint32(flat // per_request)
-    first_row = uint32(uint32(flat - uint32(request * per_request)) * uint32(TILE_ROWS))
-    rows = uint32(slots * uint32(heads))
-    is_valid = is_valid_request(tree, keys, request, max_keys)
-    used = uint32(uint32(num_nodes[request]) * uint32(heads)) if is_valid else uint32(0)
-    length = int32(1)
-    if is_valid:
-        length = split_length(tree, keys, wave, max_keys)
-        is_whole = first_row + uint32(TILE_ROWS) <= used or used == rows
-        if is_whole and blocks_of(tree, request) <= length:
-            return
-    prefix = prefix_of(tree, request)
-    within = uint32(uint32(uint32(cuda.blockIdx.x) % uint32(PARTS)) * uint32(TILE_ROWS // PARTS))
-    for step in range(warp, uint32(TILE_ROWS // PARTS), uint32(WARPS)):
-        in_tile = uint32(within + uint32(step))
-        row = uint32(first_row + in_tile)
-        if row < rows:
-            place = int64(request) * int64(rows) + int64(row)
-            if not is_valid:
-                fill_row(out, lse, place, float32(np.nan), float32(np.nan), form, lane)
-            elif row >= used:
-                fill_row(out, lse, place, float32(0), float32(-np.inf), form, lane)
-            else:
-                length_of_path = path_length(ancestor_bits, request, uint32(row // uint32(heads)))
-                seen = int32(prefix + min(length_of_path, max_path))
-                splits = uint32(splits_of(seen, length))
-                if splits > uint32(1):
-                    partial = uint32(uint32(tile_of_wave * uint32(TILE_ROWS)) + in_tile)
-                    merge_row(partials, partial_sums, partial, splits, out, lse, place, form, lane)
+    index = uint32(uint32(cuda.blockIdx.x) * uint32(ROWS) + warp)
+    part = uint32(index // uint32(height))
+    if int32(part) >= num_rest[0]:
+        return
+    in_part = int64(uint32(index - part * uint32(height)))
+    place = int64(int64(part) * int64(max_splits) * int64(height) + in_part)
+    splits = int32(load_flat(partial_sums, int64(4) * place + int64(3)))
+    row = int64(first_rows[part] + in_part)
+    if splits > 1:
+        merge_row(partials, partial_sums, place, int64(height), splits, out, lse, row, form, lane)
 
 
 MERGE_SPLITS = Kernel(
     merge_splits_kernel,
     (
-        f"void({KEY_SIGNATURE}, {TREE_SIGNATURE}, {WAVE_SIGNATURE}, int32, float32[:, :, ::1], "
-        "float32[:, :, ::1], uint64, float32[:, :, ::1], int32)",
+        "void(int32, int32, float32[:, ::1], float32[:, ::1], int64[::1], int32[::1], uint64, "
+        "float32[:, :, ::1], int32)",
     ),
     THREADS,
 )
 
 
-def launch_merge(transfer: Transfer, work: Work, splits: SplitPlan, wave: Wave) -> None:
-    """Launch the merge of a wave, after its splits."""
+def launch_merge(transfer: Transfer, work: Work, splits: SplitPlan, workers: int, parts: int) -> None:
+    """Launch the merge of what so many workers of a kernel, with so many parts a tile, left unmerged."""
+    most_tiles = min(splits.rest_tiles, work.tiles, workers)
+    if splits.max_splits == 1 or most_tiles == 0:
+        return
     transfer.launch(
         MERGE_SPLITS,
-        PARTS * int(wave.tiles),
-        *key_arguments(work.keys),
-        *tree_arguments(work),
-        *wave,
-        most_keys(splits),
+        most_tiles * TILE_ROWS // ROWS,
+        np.int32(splits.max_splits),
+        np.int32(TILE_ROWS // parts),
         splits.partials,
         splits.partial_sums,
+        splits.first_rows,
+        splits.num_rest,
         np.uint64(work.out.pointer),
         work.lse,
         output_form(work),

@@ -14,7 +14,7 @@ import numpy as np
 
 from numba_ddtree.arrays import check_count
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.tree_attention.work import KEY_BLOCK, LATENT, TILE_ROWS
+from numba_ddtree.tree_attention.work import KEY_BLOCK, LATENT, MAX_PARTS, MAX_WORKERS, TILE_ROWS
 from numba_ddtree.workspace import Field, workspace_bytes
 
 SplitKeys = int | Literal["fastest"] | None
@@ -25,10 +25,10 @@ FASTEST = "fastest"
 FASTEST_SPLITS = 32
 FASTEST_LEAST_BLOCKS = 2
 MAX_KEYS = 2**30  # so that numbers of keys, and the next whole split, fit int32
-MAX_BLOCKS = 2**31 - 1  # of a grid
 WORKSPACE_LIMIT = 2**30
 FLOAT_BYTES = 4
-SUMS = 2  # a row's maximum and sum
+SUMS = 4  # a row's maximum, its two sums and its splits
+SLOT_BYTES = TILE_ROWS * (LATENT + SUMS) * FLOAT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,16 @@ class SplitSizes:
 
     Attributes
     ----------
-    split_blocks, max_splits, tiles_per_wave : int
+    split_blocks, max_splits, rest_tiles : int
         As in `SplitPlan`.
+    workers : int
+        Workers that have a slot for what a whole tile's splits have come to.
     """
 
     split_blocks: int
     max_splits: int
-    tiles_per_wave: int
+    rest_tiles: int
+    workers: int
 
     @property
     def split_keys(self) -> int | str:
@@ -54,11 +57,13 @@ class SplitSizes:
         """Describe the memory of partial results; there is none where no row has several splits."""
         if self.max_splits == 1:
             return {"splits": {}}
-        rows = self.max_splits, self.tiles_per_wave * TILE_ROWS
+        rows = (self.max_splits * self.rest_tiles + self.workers) * TILE_ROWS
         return {
             "splits": {
-                "partials": Field((*rows, LATENT), np.float32),
-                "partial_sums": Field((*rows, SUMS), np.float32),
+                "partials": Field((rows, LATENT), np.float32),
+                "partial_sums": Field((rows, SUMS), np.float32),
+                "first_rows": Field((max(MAX_PARTS * self.rest_tiles, 1),), np.int64),
+                "num_rest": Field((1,), np.int32),
             }
         }
 
@@ -68,9 +73,9 @@ class SplitSizes:
         return workspace_bytes(self.fields())
 
 
-def whole_range(tiles: int) -> SplitSizes:
+def whole_range() -> SplitSizes:
     """Return sizes with which every row has one split."""
-    return SplitSizes(split_blocks=MAX_KEYS // KEY_BLOCK, max_splits=1, tiles_per_wave=max(tiles, 1))
+    return SplitSizes(split_blocks=MAX_KEYS // KEY_BLOCK, max_splits=1, rest_tiles=0, workers=0)
 
 
 def default_split_keys(max_prefix_length: int) -> int:
@@ -84,7 +89,7 @@ def default_split_keys(max_prefix_length: int) -> int:
 def split_sizes(
     split_keys: SplitKeys, *, max_prefix_length: int, max_path: int, tiles: int, workspace_limit: int
 ) -> SplitSizes:
-    """Work out splits and waves.
+    """Work out splits, and how many tiles have memory for partial results.
 
     Parameters
     ----------
@@ -96,12 +101,12 @@ def split_sizes(
     tiles : int
         Tiles of all requests.
     workspace_limit : int
-        Bytes that partial results may take at once; further tiles have to wait.
+        Bytes that partial results may take; of tiles that have none, a worker does all splits in turn.
 
     Raises
     ------
     ArgumentError
-        A split length that is none, or a limit that is too low for a single tile.
+        A split length that is none, or a limit below what workers need for such tiles.
     """
     blocks = -(-(max_prefix_length + max_path) // KEY_BLOCK)
     if split_keys == FASTEST:
@@ -111,15 +116,18 @@ def split_sizes(
         split_blocks = _checked_keys(split_keys, max_prefix_length) // KEY_BLOCK
         max_splits = max(1, -(-blocks // split_blocks))
     if max_splits == 1:
-        return SplitSizes(split_blocks, max_splits, max(tiles, 1))
-    tile_bytes = max_splits * TILE_ROWS * (LATENT + SUMS) * FLOAT_BYTES
+        return SplitSizes(split_blocks, max_splits, 0, 0)
     check_count("workspace_limit", workspace_limit, 1, 2**63 - 1)
-    if workspace_limit < tile_bytes:
-        expected = f"at least {tile_bytes} bytes, for one tile's {max_splits} splits"
+    most_tiles = max(1, min(tiles, MAX_WORKERS))
+    workers = 0 if split_keys == FASTEST else most_tiles
+    left = workspace_limit - workers * SLOT_BYTES
+    if left < 0:
+        expected = f"at least {workers * SLOT_BYTES} bytes, for what tiles' splits have come to"
         raise ArgumentError("workspace_limit", workspace_limit, expected)
-    most = max(1, min(workspace_limit // tile_bytes, MAX_BLOCKS // max_splits, tiles))
-    waves = max(1, -(-tiles // most))
-    return SplitSizes(split_blocks, max_splits, max(1, -(-tiles // waves)))  # waves of like size
+    rest_tiles = min(most_tiles, left // (max_splits * SLOT_BYTES))
+    if workers + rest_tiles == 0:  # then every tile is whole, and has one split
+        return SplitSizes(split_blocks, 1, 0, 0)
+    return SplitSizes(split_blocks, max_splits, rest_tiles, workers)
 
 
 def _checked_keys(split_keys: Any, max_prefix_length: int) -> int:

@@ -21,7 +21,6 @@ from numba_ddtree.tree_attention.calls import (
 )
 from numba_ddtree.tree_attention.kernels import FLOAT32, check_kernel, choose_kernel
 from numba_ddtree.tree_attention.splits import MAX_KEYS, whole_range
-from numba_ddtree.tree_attention.work import tiles_of
 
 
 def tree_tail_attention(
@@ -97,5 +96,5 @@ def tree_tail_attention(
     with device_context(given.placement.device_id):
         chosen = choose_kernel(kernel, given.dtype)
     # A path is short: one split, so that there is nothing to merge and no memory to merge it in.
-    sizes = whole_range(tiles_of(given.batch, given.slots, given.heads))
+    sizes = whole_range()
     return run_tensor_cores(given, chosen, sizes, out_dtype, out, lse, stream, sees_prefix=False)

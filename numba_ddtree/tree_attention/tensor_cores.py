@@ -20,7 +20,7 @@ from numba_ddtree.errors import BackendError
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention import block_pieces, whole_blocks
 from numba_ddtree.tree_attention.kernel_arguments import kernel_arguments
-from numba_ddtree.tree_attention.split_items import waves
+from numba_ddtree.tree_attention.shares import share_arguments
 from numba_ddtree.tree_attention.split_merge import launch_merge
 from numba_ddtree.tree_attention.work import SplitPlan, Work
 
@@ -37,14 +37,13 @@ def module_for(limit: int) -> Any:
 
 
 def launch_tensor_cores(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
-    """Launch the kernel, and the merge of splits, wave by wave."""
-    workers = multiprocessors()
+    """Launch the kernel, and the merge of what it leaves unmerged."""
+    share = share_arguments(splits, multiprocessors())
     module = module_for(shared_memory_limit())
-    for wave in waves(work, splits, workers):
-        transfer.launch(
-            module.KERNELS[work.dtype.name],
-            workers,
-            *kernel_arguments(work, splits, wave),
-            shared_bytes=module.SHARED_BYTES,
-        )
-        launch_merge(transfer, work, splits, wave)
+    transfer.launch(
+        module.KERNELS[work.dtype.name],
+        int(share.workers),
+        *kernel_arguments(work, splits, share),
+        shared_bytes=module.SHARED_BYTES,
+    )
+    launch_merge(transfer, work, splits, int(share.workers), module.PARTS)

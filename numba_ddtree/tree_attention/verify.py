@@ -112,7 +112,7 @@ def verify_attention(
     split_keys : int, "fastest" or None
         As for `TreeAttention.plan`; without meaning for float32.
     workspace_limit : int
-        Bytes of partial results; what does not fit goes in further waves. Without meaning for float32.
+        Bytes that partial results may take, as for `TreeAttention.plan`. Without meaning for float32.
     stream
         Stream to launch on; by default the current one of the arrays' library.
     backend : {None, "cuda", "numpy"}

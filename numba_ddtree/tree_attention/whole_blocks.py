@@ -40,6 +40,7 @@ from numba_ddtree.tree_attention.group_steps import (
     kept_item,
     place_of_thread,
     scale_outputs,
+    settle_rows,
     share_sums,
     shared_base,
     state_at,
@@ -55,7 +56,8 @@ from numba_ddtree.tree_attention.key_blocks import (
     look_up,
 )
 from numba_ddtree.tree_attention.row_copies import CHUNKS, load_queries, load_row
-from numba_ddtree.tree_attention.split_items import find_item, split_length
+from numba_ddtree.tree_attention.shares import share_out, take_item
+from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
 if not SIMULATED:
@@ -70,6 +72,7 @@ if not SIMULATED:
     from numba_ddtree.tree_attention.group_steps import make_output_store, make_weighing
 
 THREADS = block_threads(256)
+PARTS = 1  # of a tile
 BLOCK_BYTES = CHUNKS * CHUNK_BYTES
 QUERIES_AT = 0
 KEYS_AT = QUERIES_AT + BLOCK_BYTES
@@ -135,24 +138,29 @@ def make_attend(number: str) -> Any:
         return output
 
     @device_routine
-    def attend(queries, keys, tree, wave, max_keys, sees_prefix, scale, results):  # type: ignore[no-untyped-def]
+    def attend(queries, keys, tree, share, max_keys, sees_prefix, scale, results):  # type: ignore[no-untyped-def]
         base = shared_base()
         state = state_at(base, STATE_AT, TILE_ROWS)
         s_addresses = addresses_at(base, ADDRESSES_AT)
         place = place_of_thread()
         is_first = place.group == uint32(0)
-        length = split_length(tree, keys, wave, max_keys)
+        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys)
+        shared_out = whole, shared_length
+        if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
+            results.num_rest[0] = num_rest
         request_rows = int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
-        index = int32(cuda.blockIdx.x)
+        index, step = int32(cuda.blockIdx.x), int32(0)
         while True:
-            request, tile, split = find_item(tree, keys, wave, length, max_keys, index)
+            request, part, split, slot, length, splits = take_item(
+                tree, keys, share, max_keys, PARTS, shared_out[0], shared_out[1], index, step
+            )
             if request < 0:
-                return
-            item = item_of(tree, request, tile, TILE_ROWS, split, length, sees_prefix)
+                break
+            item = item_of(tree, request, part, TILE_ROWS, split, length, sees_prefix)
             cuda.syncthreads()  # of the item before, all is read
             count_keys(place.thread, TILE_ROWS, tree, item, state)
             if place.thread == uint32(0):
-                keep_item(state, request, tile, split, index, length)
+                keep_item(state, request, part, split, slot, length, splits, index, shared_out)
             first = int64(request) * request_rows + int64(item.first_row)
             at = uint32(base + uint32(QUERIES_AT))
             load_queries(place.thread, TILE_ROWS, at, queries, first, uint32(item.rows))
@@ -204,12 +212,26 @@ def make_attend(number: str) -> Any:
             place = place_of_thread()
             share_sums(place, past, state)
             cuda.syncthreads()
-            request, tile, split, index, length = kept_item(state)
-            item = item_of(tree, request, tile, TILE_ROWS, split, length, sees_prefix)
-            index = int32(index + wave.workers)
+            request, part, split, slot, length, splits, index, shared_out = kept_item(state)
+            item = item_of(tree, request, part, TILE_ROWS, split, length, sees_prefix)
+            is_folded = int32(index < shared_out[0])
+            first = int64(request) * request_rows + int64(item.first_row)
+            slot_row = int64(int64(slot) * int64(TILE_ROWS))
+            settle_rows(place, TILE_ROWS, item, length, state, first, slot_row, is_folded, results)
+            if not is_folded and split == 0 and place.thread == uint32(0):
+                results.first_rows[uint32(slot) // uint32(share.max_splits)] = first
+            cuda.syncthreads()
             column = uint32(uint32(place.warp & uint32(3)) * uint32(128))
             column = uint32(column + uint32(uint32(place.lane & uint32(3)) << uint32(1)))
-            store_outputs(place, column, item, tree, wave, length, state, output, results)
+            store_outputs(place, column, state, output, results, slot_row, first)
+            step = int32(split + int32(1))
+            if not is_folded or step >= splits:
+                index, step = int32(index + share.workers), int32(0)
+        worker = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS // 32) + uint32(fresh_thread() >> uint32(5)))
+        fill_unused_rows(
+            tree, keys, max_keys, results.out, results.lse, results.form, worker,
+            uint32(uint32(share.workers) * uint32(THREADS // 32)),
+        )  # fmt: skip
 
     return attend
 

@@ -13,6 +13,8 @@ import numpy as np
 
 TILE_ROWS = 64
 KEY_BLOCK = 64
+MAX_PARTS = 2  # of a tile
+MAX_WORKERS = 192  # blocks of threads that share a launch's work; no GPU has more multiprocessors yet
 LATENT = 512
 ROPE = 64
 
@@ -139,18 +141,24 @@ class SplitPlan:
         chosen on the device, from the lengths of the run.
     max_splits : int
         Most splits that a row can have.
-    tiles_per_wave : int
-        Flat tiles whose partial results fit the workspace at once.
+    rest_tiles : int
+        Tiles that have slots for partial results, `max_splits` each, if they are cut along their keys.
     partials : DeviceView
-        float32 [max_splits, tiles_per_wave * TILE_ROWS, 512], unnormalised outputs; of one element
-        where `max_splits` is 1.
+        float32 [rows, 512], unnormalised outputs: `TILE_ROWS` rows a slot; after those of the rest, there is
+        a slot for each worker, if splits have a fixed length. Of one element where `max_splits` is 1.
     partial_sums : DeviceView
-        float32 [max_splits, tiles_per_wave * TILE_ROWS, 2]: row maximum, in base 2, and sum; of one element
-        where `max_splits` is 1.
+        float32 [rows, 4]: row maximum, in base 2, two sums (see `split_fold`), and, of a part's first split,
+        how many splits the row has; of one element where `max_splits` is 1.
+    first_rows : DeviceView
+        int64 [2 * rest_tiles]: of each part that is cut along its keys, its first row of all.
+    num_rest : DeviceView
+        int32 [1]: how many parts there are of those.
     """
 
     split_blocks: int
     max_splits: int
-    tiles_per_wave: int
+    rest_tiles: int
     partials: Any
     partial_sums: Any
+    first_rows: Any
+    num_rest: Any

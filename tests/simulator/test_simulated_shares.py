@@ -1,0 +1,141 @@
+"""How tree attention's work is shared out, in the simulator: each item once, with a slot that is there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from numba_ddtree.cuda_target import SIMULATED, cuda, int32
+from numba_ddtree.tree_attention.key_rows import Keys
+from numba_ddtree.tree_attention.shares import ALL_WHOLE, ITEM_BLOCKS, Share, share_out, take_item
+from numba_ddtree.tree_attention.split_items import Tree
+from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
+
+pytestmark = pytest.mark.skipif(not SIMULATED, reason="the simulator is off")
+
+MOST = np.int32(2**31 - 1)
+WORKERS = 7
+MOST_ITEMS = 400
+
+
+@cuda.jit
+def list_items(  # type: ignore[no-untyped-def]
+    bits, num_nodes, prefix_lengths, max_path, heads, pages, rest_tiles, length, most, parts, found, shared
+):  # fmt: skip
+    zero = int32(0)
+    keys = Keys(zero, zero, zero, zero, zero, zero, int32(64), int32(1), pages, pages[:0], pages.shape[0])
+    tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads)
+    share = Share(int32(WORKERS), int32(rest_tiles), int32(length), int32(most))
+    whole, shared_length, rest = share_out(tree, keys, share, MOST)
+    if cuda.threadIdx.x == 0:
+        shared[0], shared[1], shared[2] = whole, shared_length, rest
+    whole = int32(whole * parts)
+    index, step, item = int32(cuda.blockIdx.x), int32(0), 0
+    while True:
+        request, part, split, slot, blocks, splits = take_item(
+            tree, keys, share, MOST, parts, whole, shared_length, index, step
+        )
+        if request < 0:
+            break
+        if cuda.threadIdx.x == 0:
+            row = found[cuda.blockIdx.x, item]
+            row[0], row[1], row[2], row[3], row[4], row[5] = request, part, split, slot, blocks, splits
+            row[6] = index
+        item += 1
+        step = int32(split + int32(1))
+        if index >= whole or step >= splits:
+            index, step = int32(index + WORKERS), int32(0)
+
+
+def shared_out(
+    counts: NDArray[np.int32], prefixes: NDArray[np.int32], N: int, H: int, **how: int
+) -> tuple[list[list[tuple[int, ...]]], tuple[int, int, int]]:
+    """Return each worker's items, and what tiles are whole, blocks of a split, and tiles of the rest."""
+    bits = np.zeros((len(counts), N, -(-N // 32)), np.uint32)
+    found, shared = np.full((WORKERS, MOST_ITEMS, 7), -7, np.int32), np.zeros(3, np.int32)
+    list_items[WORKERS, 32](
+        bits, counts, prefixes, 9, H, np.zeros(100, np.int32), how["rest_tiles"], how["length"], how["most"],
+        how["parts"], found, shared,
+    )  # fmt: skip
+    items = [[tuple(map(int, item)) for item in worker if item[0] >= 0] for worker in found]
+    whole, length, rest = map(int, shared)
+    return items, (whole, length, rest)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("length", "most", "rest_tiles"),
+    [(0, 4, 6), (2, 8, 6), (2, 8, 2), (1, 32, 0), (2**20, 1, 0), (0, 1, 0)],
+)
+def test_every_item_once(
+    rng: np.random.Generator, length: int, most: int, rest_tiles: int, parts: int
+) -> None:
+    for B in (1, 4):
+        N, H = 4, 20
+        counts = rng.integers(0, N + 1, B).astype(np.int32)
+        prefixes = rng.integers(0, 300, B).astype(np.int32)
+        if B > 1:
+            counts[1] = N + 1  # no request at all
+            prefixes[3] = rng.integers(0, 50)
+        items, (whole, chosen, rest) = shared_out(
+            counts, prefixes, N, H, rest_tiles=rest_tiles, length=length, most=most, parts=parts
+        )
+        valid = [b for b in range(B) if 0 < counts[b] <= N]
+        tiles = [(b, tile) for b in valid for tile in range(-(-int(counts[b]) * H // TILE_ROWS))]
+        assert rest <= min(rest_tiles, WORKERS - 1)
+        assert rest == (0 if whole == ALL_WHOLE else len(tiles) - whole)
+        want, slots = [], []
+        for rank, (request, tile) in enumerate(tiles):
+            is_whole = rank < whole
+            blocks = -(-int(prefixes[request] + counts[request]) // KEY_BLOCK)
+            size = (length or 10**9) if is_whole else chosen
+            for part in range(tile * parts, (tile + 1) * parts):
+                want += [(request, part, split) for split in range(-(-blocks // size))]
+            assert is_whole or -(-blocks // size) <= most
+        everything = [item for worker in items for item in worker]
+        assert sorted(item[:3] for item in everything) == sorted(want)
+        for number, worker in enumerate(items):
+            for before, item in zip([None, *worker], worker, strict=False):
+                _, _, split, slot, _, splits, index = item
+                if index < whole * parts:  # all splits in turn, in the worker's own slot
+                    assert slot == rest_tiles * most * parts + number
+                    assert split == 0 or (before is not None and before[:3] == (*item[:2], split - 1))
+                else:
+                    assert splits == split + 1
+                    slots.append(slot)
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= slot < rest_tiles * most * parts for slot in slots)
+
+
+def test_the_length_that_balances() -> None:
+    # 3 tiles of 32 blocks on 7 workers: two splits of 16 are a round each, three are two rounds of 11.
+    counts, prefixes = np.array([9], np.int32), np.array([32 * KEY_BLOCK - 9], np.int32)
+    _, (whole, chosen, rest) = shared_out(counts, prefixes, 9, 20, rest_tiles=6, length=0, most=32, parts=1)
+    costs = {}
+    for splits in range(1, 33):
+        size = -(-32 // splits)
+        left = 32 % size
+        items = 3 * (32 // size)
+        rounds = -(-items // WORKERS)
+        is_later = left > 0 and rounds * WORKERS - items < 3
+        costs[splits] = rounds * (size + ITEM_BLOCKS) + (left + ITEM_BLOCKS if is_later else 0)
+    assert (whole, rest) == (0, 3)
+    assert chosen == -(-32 // min(costs, key=lambda splits: (costs[splits], splits)))
+
+
+def test_whole_tiles_first_and_the_rest_in_splits() -> None:
+    # 16 tiles of 10 blocks on 7 workers: two rounds of whole tiles, and the last two cut into three.
+    counts, prefixes = np.full(16, 1, np.int32), np.full(16, 10 * KEY_BLOCK - 1, np.int32)
+    items, (whole, chosen, rest) = shared_out(
+        counts, prefixes, 1, 64, rest_tiles=6, length=0, most=32, parts=1
+    )
+    assert (whole, rest) == (14, 2)
+    assert chosen < 10
+    assert all(len(worker) >= 2 for worker in items)
+
+
+def test_the_rest_is_whole_where_splits_would_gain_nothing() -> None:
+    counts, prefixes = np.full(6, 1, np.int32), np.full(6, 2 * KEY_BLOCK - 1, np.int32)
+    _, (whole, _, rest) = shared_out(counts, prefixes, 1, 64, rest_tiles=6, length=1, most=4, parts=1)
+    assert (whole, rest) == (ALL_WHOLE, 0)
