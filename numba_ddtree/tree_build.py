@@ -1,9 +1,9 @@
 """Best-first construction of draft trees in shared memory, a block a request.
 
 Two ways lead to the heap's tree (DDTree, arXiv 2604.12989), equal to the bit: `device.tree_sums` finds
-the best continuations all at once and sorts them; `device.tree_pops` takes them one by one, where
-log-probs above 0 make the heap's order another than that of the scores, and where more continuations
-tie than there is room for.
+the best continuations all at once and sorts them, for small budgets by the shorter steps of
+`device.tree_few`; `device.tree_pops` takes them one by one, where log-probs above 0 make the heap's order
+another than that of the scores, and where more continuations tie than there is room for.
 
 Order is the heap's: score (float64, one rounded addition a node) falling, then the tuple of ranks
 rising.
@@ -47,10 +47,22 @@ from numba_ddtree.device.draft_rows import (
     Rows,
     stage_log_probs,
 )
+from numba_ddtree.device.memory import store_flat
 from numba_ddtree.device.shared import shared_from
+from numba_ddtree.device.tree_few import (
+    INVERSE_SHIFT,
+    clear_bits,
+    clear_few,
+    count_few,
+    find_few_paths,
+    place_few_nodes,
+    rank_few,
+    stage_whole_rows,
+    write_bits_of_few,
+)
 from numba_ddtree.device.tree_pops import NO_OFFER, OFFER_WORDS, Offers, pop_tree
 from numba_ddtree.device.tree_sums import (
-    BINS,
+    BIN_WORDS,
     COUNTERS,
     PATH_WORDS_A_PLACE,
     Paths,
@@ -83,6 +95,13 @@ FEW_THREADS, MANY_THREADS = block_threads(256), block_threads(512)
 # has, holds the first ranks of each row.
 SHARED_WORDS = 99 * 1024 // 4
 SLOT_WORDS = 7  # of a `TreeTable`
+# For trees up to SMALL_BUDGET, where places in shared memory are known beforehand.
+SMALL_STRIDE = -(-(SMALL_BUDGET + 1) // LANES) * LANES
+SMALL_CAPACITY = capacity_for(SMALL_BUDGET)
+SMALL_SEARCH_WORDS = max(
+    OFFER_WORDS * SMALL_STRIDE,
+    PATH_WORDS_A_PLACE * SMALL_CAPACITY + BIN_WORDS + order_size(SMALL_BUDGET) // 2,
+)
 # Flags: draft_rows' three, then these, then tree_sums' counters.
 BAD_COST_FLAG, BAD_TOKEN_FLAG, COUNT_WORD = 3, 4, 5
 COUNTERS_AT = 6
@@ -149,8 +168,12 @@ SIGNATURES = tuple(
 )
 
 
-def kernel_of(threads: int) -> Kernel:
-    """Return the kernel for blocks of so many threads, by which its loops stride."""
+def kernel_of(threads: int, is_small: bool = False) -> Kernel:
+    """Return the kernel for blocks of so many threads, by which its loops stride.
+
+    One for small trees of few candidates has all log-probs in shared memory, in places known beforehand.
+    """
+    writers = threads // 2 if is_small and threads > LANES else threads
 
     def build_tree_kernel(  # type: ignore[no-untyped-def]
         log_probs,  # float32 [B, L, K]
@@ -166,7 +189,7 @@ def kernel_of(threads: int) -> Kernel:
         default_least,  # float64
         chain_seed,  # int32
         draft_cost,  # float64
-        staged,  # int32: ranks of each row that fit shared memory
+        staged,  # int32: ranks of each row that fit shared memory; if all do, 2^INVERSE_SHIFT / K, rounded up
         capacity,  # int32: continuations that the search has room for
         search_words,  # int32: shared memory of the search
         token_ids,  # int32 [B, N], and so on as DraftTree
@@ -183,6 +206,13 @@ def kernel_of(threads: int) -> Kernel:
         thread = uint32(cuda.threadIdx.x)
         slots = uint32(parents.shape[1])
         stride = int32((slots + uint32(LANES - 1)) & uint32(~(LANES - 1) & 0xFFFFFFFF))
+        inverse = staged
+        room = uint32(capacity)
+        if is_small:
+            stride = int32(SMALL_STRIDE)
+            capacity = int32(SMALL_CAPACITY)
+            search_words = int32(SMALL_SEARCH_WORDS)
+            staged = int32(log_probs.shape[2])
         s_words = cuda.shared.array(0, int32)
         s_unsigned = cuda.shared.array(0, uint32)
         s_halves = cuda.shared.array(0, uint16)
@@ -209,10 +239,10 @@ def kernel_of(threads: int) -> Kernel:
             origin=shared_from(s_unsigned, int32(search_at + int32(2) * capacity)),
             bounds=shared_from(s_unsigned, int32(search_at + int32(3) * capacity)),
             bins=shared_from(s_words, bins_at),
-            order=shared_from(s_halves, int32(int32(2) * (bins_at + int32(BINS)))),
+            order=shared_from(s_halves, int32(int32(2) * (bins_at + int32(BIN_WORDS)))),
             counters=shared_from(s_words, int32(flags_at + int32(COUNTERS_AT))),
             chain=s_chain,
-            room=uint32(capacity),
+            room=room,
         )
         # Popping needs its table only after the search has given up, so that both share their memory.
         offers_at = int32(search_at + int32(2) * stride)
@@ -225,12 +255,28 @@ def kernel_of(threads: int) -> Kernel:
             stride=uint32(stride),
         )
 
+        if is_small:
+            clear_few(tree, SMALL_STRIDE, paths, s_flags, COUNTERS_AT, threads)
+        else:
+            for slot in range(thread, uint32(stride), uint32(threads)):
+                tree.first_child[slot] = -1
+                tree.next_sibling[slot] = -1
+            if thread < COUNTERS_AT:
+                s_flags[thread] = 0
+            clear_search(paths, threads)
+        cuda.syncthreads()
         budget = budgets[request] if budgets.shape[0] > 0 else default_budget
         prefix = prefix_lengths[request] if prefix_lengths.shape[0] > 0 else int32(0)
         root = root_tokens[request] if root_tokens.shape[0] > 0 else int32(0)
         depth = max_depths[request] if max_depths.shape[0] > 0 else int32(log_probs.shape[1])
         width = max_candidates[request] if max_candidates.shape[0] > 0 else int32(log_probs.shape[2])
         least = float64(min_log_probs[request]) if min_log_probs.shape[0] > 0 else default_least
+        if is_small:
+            stage_whole_rows(log_probs, request, s_log_probs, inverse, s_flags, threads)
+            clear_bits(ancestor_bits, request, threads)
+        else:
+            stage_log_probs(log_probs, request, s_log_probs, staged, s_flags, threads // LANES)
+            clear_ancestor_bits(ancestor_bits, request, threads)
         is_in_range = (
             0 <= budget < int32(slots)
             and root >= 0
@@ -239,15 +285,6 @@ def kernel_of(threads: int) -> Kernel:
             and 1 <= width <= int32(log_probs.shape[2])
             and least == least
         )
-        for slot in range(thread, uint32(stride), uint32(threads)):
-            tree.first_child[slot] = -1
-            tree.next_sibling[slot] = -1
-        if thread < COUNTERS_AT:
-            s_flags[thread] = 0
-        clear_search(paths, threads)
-        cuda.syncthreads()
-        stage_log_probs(log_probs, request, s_log_probs, staged, s_flags, threads // LANES)
-        clear_ancestor_bits(ancestor_bits, request, threads)
         if is_in_range and verify_cost.shape[0] > 0:
             for nodes in range(thread, uint32(budget + 1), uint32(threads)):
                 if not 0.0 < round_cost(verify_cost, draft_cost, nodes) < np.inf:
@@ -265,13 +302,13 @@ def kernel_of(threads: int) -> Kernel:
             code = int32(TreeStatus.NO_CANDIDATE)
 
         count = int32(1)
+        has_tokens = False
         if thread == 0:
             tree.score[0] = 0.0
             tree.parent[0] = -1
             tree.depth[0] = 0
             tree.rank[0] = 0
         if code == int32(TreeStatus.OK) and budget > 0:
-            chain_scores(s_log_probs, staged, depth, s_chain)
             lowest = max(least, LOWEST)
             rows = Rows(
                 log_probs=log_probs,
@@ -282,23 +319,50 @@ def kernel_of(threads: int) -> Kernel:
                 width=uint32(width),
                 budget=uint32(budget),
                 least=lowest,
-                seeds=count_seeds(s_chain, uint32(min(depth, budget) if chain_seed != 0 else 0), lowest),
+                seeds=uint32(0),
             )
             stored = uint32(0)
-            if s_flags[POSITIVE_FLAG] == 0:
-                stored = find_paths(rows, paths, threads)
+            if is_small and s_flags[POSITIVE_FLAG] == 0 and chain_seed == 0 and depth <= LANES:
+                count_few(rows, paths, shared_from(s_floats, chain_at), threads)
+                cuda.syncthreads()
+                stored = find_few_paths(rows, paths)
             if stored > 0:
-                nodes = min(sort_paths(rows, paths, stored, threads), rows.budget)
-                place_nodes(paths, stored, nodes, tree, threads)
-                count = int32(nodes + 1)
+                nodes = min(uint32(stored - uint32(1)), rows.budget)
+                rank_few(paths, stored, threads)
+                place_few_nodes(candidate_ids, request, paths, stored, nodes, tree, SMALL_STRIDE, threads)
+                has_tokens = True
+                count = int32(nodes + uint32(1))
             else:
-                for slot in range(thread, uint32(stride), uint32(threads)):
-                    offers.key[slot] = NO_OFFER
-                cuda.syncthreads()
-                if thread < LANES:
-                    s_flags[COUNT_WORD] = int32(pop_tree(rows, tree, offers))
-                cuda.syncthreads()
-                count = s_flags[COUNT_WORD]
+                if is_small:
+                    cuda.syncthreads()  # all have read the last counter
+                    clear_search(paths, threads)
+                    cuda.syncthreads()
+                chain_scores(s_log_probs, staged, depth, s_chain)
+                rows = Rows(
+                    log_probs=log_probs,
+                    request=request,
+                    s_log_probs=s_log_probs,
+                    staged=uint32(staged),
+                    depth=uint32(depth),
+                    width=uint32(width),
+                    budget=uint32(budget),
+                    least=lowest,
+                    seeds=count_seeds(s_chain, uint32(min(depth, budget) if chain_seed != 0 else 0), lowest),
+                )
+                if s_flags[POSITIVE_FLAG] == 0:
+                    stored = find_paths(rows, paths, threads)
+                if stored > 0:
+                    nodes = min(uint32(sort_paths(rows, paths, stored, threads)), rows.budget)
+                    place_nodes(paths, stored, nodes, tree, threads)
+                    count = int32(nodes + uint32(1))
+                else:
+                    for slot in range(thread, uint32(stride), uint32(threads)):
+                        offers.key[slot] = NO_OFFER
+                    cuda.syncthreads()
+                    if thread < LANES:
+                        s_flags[COUNT_WORD] = int32(pop_tree(rows, tree, offers))
+                    cuda.syncthreads()
+                    count = s_flags[COUNT_WORD]
             if count <= budget:
                 code = int32(TreeStatus.EXHAUSTED)
             if verify_cost.shape[0] > 0:
@@ -310,11 +374,17 @@ def kernel_of(threads: int) -> Kernel:
                     count = worth
 
         # The rank of a node gives way to its token, so that a bad one is known before anything is written.
-        for node in range(thread + uint32(1), uint32(count), uint32(threads)):
-            token = candidate_ids[request, uint32(tree.depth[node] - 1), uint32(tree.rank[node])]
-            if token < 0 or token > MAX_TOKEN:
-                s_flags[BAD_TOKEN_FLAG] = 1
-            tree.rank[node] = int32(token)
+        node = uint32(thread + uint32(1))
+        while node < uint32(count):
+            if has_tokens:
+                if tree.rank[node] < 0:
+                    s_flags[BAD_TOKEN_FLAG] = 1
+            else:
+                token = candidate_ids[request, uint32(tree.depth[node] - 1), uint32(tree.rank[node])]
+                if token < 0 or token > MAX_TOKEN:
+                    s_flags[BAD_TOKEN_FLAG] = 1
+                tree.rank[node] = int32(token)
+            node = uint32(node + uint32(threads))
         if thread == 0:
             tree.rank[0] = max(root, int32(0))
         cuda.syncthreads()
@@ -325,23 +395,33 @@ def kernel_of(threads: int) -> Kernel:
             num_nodes[request] = count
             status[request] = code
         base = max(prefix, int32(0))
-        for slot in range(thread, slots, uint32(threads)):
+        if is_small and writers < threads and thread >= uint32(writers):
+            # The other half of the block meanwhile.
+            first = uint32(thread - uint32(writers))
+            write_bits_of_few(ancestor_bits, request, tree.parent, count, first, threads - writers)
+            return
+        slot = thread
+        start = int64(int64(request) * int64(slots))
+        while slot < slots:
             used = slot < uint32(count)
-            token_ids[request, slot] = tree.rank[slot] if used else 0
-            parents[request, slot] = tree.parent[slot] if used else -1
-            depths[request, slot] = tree.depth[slot] if used else 0
-            positions[request, slot] = base + (tree.depth[slot] if used else 0)
+            place = int64(start + int64(slot))
+            store_flat(token_ids, place, int32(tree.rank[slot] if used else 0))
+            store_flat(parents, place, int32(tree.parent[slot] if used else -1))
+            store_flat(depths, place, int32(tree.depth[slot] if used else 0))
+            store_flat(positions, place, int32(base + (tree.depth[slot] if used else 0)))
             # Links may lead to nodes that were given up.
             child, sibling = tree.first_child[slot], tree.next_sibling[slot]
-            first_child[request, slot] = child if used and child < count else -1
-            next_sibling[request, slot] = sibling if used and sibling < count else -1
-        write_ancestor_bits(ancestor_bits, request, tree.parent, count, threads)
+            store_flat(first_child, place, int32(child if used and child < count else -1))
+            store_flat(next_sibling, place, int32(sibling if used and sibling < count else -1))
+            slot = uint32(slot + uint32(writers))
+        if writers == threads:
+            write_ancestor_bits(ancestor_bits, request, tree.parent, count, threads)
 
     build_tree_kernel.__name__ = f"build_tree_kernel_{threads}"
     return Kernel(build_tree_kernel, SIGNATURES, threads)
 
 
-BUILD_SMALL_TREE = kernel_of(FEW_THREADS)
+BUILD_SMALL_TREE = kernel_of(FEW_THREADS, True)
 BUILD_TREE = kernel_of(MANY_THREADS)
 
 
@@ -643,11 +723,14 @@ def _launch(
     capacity = capacity_for(settings.max_budget)
     search_words = max(
         OFFER_WORDS * stride,
-        PATH_WORDS_A_PLACE * capacity + BINS + order_size(settings.max_budget) // 2,
+        PATH_WORDS_A_PLACE * capacity + BIN_WORDS + order_size(settings.max_budget) // 2,
     )
     table_words = SLOT_WORDS * stride + FLAG_WORDS + CHAIN_WORDS + search_words
     staged = min(width, max(settings.max_budget, 1), (SHARED_WORDS - table_words) // depth)
     is_small = settings.max_budget <= SMALL_BUDGET and width <= SMALL_WIDTH
+    if is_small:
+        table_words = SLOT_WORDS * SMALL_STRIDE + FLAG_WORDS + CHAIN_WORDS + SMALL_SEARCH_WORDS
+        staged = width
     with Transfer(placement, stream) as transfer:
         outputs = transfer.outputs(tree_shapes(batch, slots), TREE_DTYPES, out)
         transfer.launch(
@@ -658,7 +741,7 @@ def _launch(
             np.float64(settings.least),
             np.int32(settings.chain_seed),
             np.float64(settings.draft_cost),
-            np.int32(staged),
+            np.int32(-(-(1 << INVERSE_SHIFT) // width) if is_small else staged),
             np.int32(capacity),
             np.int32(search_words),
             *outputs,

@@ -478,6 +478,22 @@ def test_kernel_with_every_option_however_it_searches(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("L", [1, 15, 32, 33])
+@pytest.mark.parametrize("K", [2, 5, 64, 256])
+def test_kernel_with_small_budgets(rng: np.random.Generator, L: int, K: int) -> None:
+    kinds = LOG_PROB_KINDS + EDGE_KINDS
+    log_probs = np.concatenate([make_rows(rng, kind, L, K) for kind in kinds])
+    # Multiples of a 32nd, whose sums are exact: some of them tie.
+    multiples = np.round(np.maximum(log_probs, np.float32(-1000)) * 32) / 32
+    multiples = np.where(log_probs > -1000, multiples, log_probs)
+    for rows in (log_probs, multiples):
+        ids = make_token_ids(rng, len(kinds), L, K)
+        for limit in (3, 16, 64, 128):
+            budgets = rng.integers(limit // 2, limit + 1, len(kinds)).astype(np.int32)
+            check_options(numba_library(), rows, ids, budgets, limit)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("search", SEARCHES)
 def test_kernel_decides_ties_past_the_first_word_of_the_path(
     monkeypatch: pytest.MonkeyPatch, search: str

@@ -82,7 +82,7 @@ def stage_log_probs(
             value[part] = float32(-np.inf)
             if row < depth and rank < width:
                 value[part] = load_flat(log_probs, int64(start + int64(uint32(row * width + rank))))
-            before[part] = value[part]
+            before[part] = float32(np.inf)  # not the value, which would be waited for
             if row < depth and uint32(0) < rank < width:
                 place = uint32(row * width + rank - uint32(1))
                 before[part] = load_flat(log_probs, int64(start + int64(place)))

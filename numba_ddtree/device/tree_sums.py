@@ -44,6 +44,8 @@ BINS = 512
 _BIN_SHIFT = 52 - 5
 _FIRST_BIN = (1023 - 4) << 5
 _BINS_A_LANE = BINS // LANES
+_LANE_STRIDE = _BINS_A_LANE + 1
+BIN_WORDS = LANES * _LANE_STRIDE  # that bins take, see `bin_place`
 
 # Counters: three that take turns to count a level, then these.
 FOUND_COUNTERS = 3
@@ -89,7 +91,7 @@ class Paths(NamedTuple):
         Product, sum and deviations; later the bucket, then the place in the tree.
     order : uint16 [order_size]
         Places of those that may be nodes, bucket by bucket, or in order of the tree.
-    bins : int32 [BINS]
+    bins : int32 [BIN_WORDS]
         Histogram of scores, see `bin_place`; later of buckets.
     counters : int32 [COUNTERS]
         How many a level has, in turns; the last bin that may hold nodes; how many are within it; the size
@@ -178,9 +180,9 @@ def least_within(rows: Any, cut: Any) -> Any:
 
 @device_routine
 def bin_place(index: Any) -> Any:
-    """Where a bin is kept: such that lane i's share, 16 neighbouring bins, is all in bank i."""
+    """Where a bin is kept: neighbours in other banks, and what lanes read of their 16 bins too."""
     index = uint32(index)
-    return uint32(((index % uint32(_BINS_A_LANE)) * uint32(LANES)) + index // uint32(_BINS_A_LANE))
+    return uint32(index + index // uint32(_BINS_A_LANE))
 
 
 @device_routine
@@ -195,7 +197,7 @@ def find_cut(paths: Any, budget: Any) -> None:
     lane = uint32(cuda.threadIdx.x)
     own = int32(0)
     for part in range(_BINS_A_LANE):
-        own = int32(own + paths.bins[uint32(uint32(part * LANES) + lane)])
+        own = int32(own + paths.bins[uint32(lane * uint32(_LANE_STRIDE) + uint32(part))])
     reached = warp_running_sum(own)
     lanes = warp_ballot(uint32(reached) >= budget)
     if lanes == uint32(0):
@@ -204,7 +206,7 @@ def find_cut(paths: Any, budget: Any) -> None:
         group = int32(cuda.ffs(int32(lanes)) - 1)
         below = int32(warp_broadcast(int32(reached - own), group))
         member = uint32(lane % uint32(_BINS_A_LANE))
-        count = paths.bins[uint32(member * uint32(LANES) + uint32(group))]
+        count = paths.bins[uint32(uint32(group) * uint32(_LANE_STRIDE) + member)]
         reached = int32(warp_running_sum(count if lane < uint32(_BINS_A_LANE) else int32(0)) + below)
         members = warp_ballot(uint32(reached) >= budget)
         cut = int32(group * int32(_BINS_A_LANE) + int32(cuda.ffs(int32(members))) - 1)
@@ -463,7 +465,7 @@ def expand_level(
 def clear_search(paths: Any, threads: Any) -> None:
     """Prepare the search, which a barrier is to follow; the whole block takes part."""
     thread = uint32(cuda.threadIdx.x)
-    for place in range(thread, uint32(BINS), uint32(threads)):
+    for place in range(thread, uint32(BIN_WORDS), uint32(threads)):
         paths.bins[place] = 0
     if thread < FOUND_COUNTERS:
         paths.counters[thread] = 0
@@ -572,7 +574,7 @@ def fill_buckets(paths: Any, stored: Any, bound: Any, scale: Any, threads: Any) 
     The whole block takes part. `bounds` then has both, or all bits where the score is below the bound.
     """
     thread = uint32(cuda.threadIdx.x)
-    for place in range(thread, uint32(BINS), uint32(threads)):
+    for place in range(thread, uint32(BIN_WORDS), uint32(threads)):
         paths.bins[place] = 0
     cuda.syncthreads()
     for place in range(uint32(thread + uint32(1)), stored, uint32(threads)):
@@ -593,13 +595,13 @@ def sum_buckets(paths: Any) -> None:
     own = int32(0)
     largest = uint32(0)
     for part in range(_BINS_A_LANE):
-        size = paths.bins[uint32(uint32(part * LANES) + lane)]
+        size = paths.bins[uint32(lane * uint32(_LANE_STRIDE) + uint32(part))]
         own = int32(own + size)
         largest = max(largest, uint32(size))
     reached = warp_running_sum(own)
     start = int32(reached - own)
     for part in range(_BINS_A_LANE):
-        place = uint32(uint32(part * LANES) + lane)
+        place = uint32(lane * uint32(_LANE_STRIDE) + uint32(part))
         size = paths.bins[place]
         paths.bins[place] = int32(start | int32(size << int32(_START_BITS)))
         start = int32(start + size)

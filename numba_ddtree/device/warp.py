@@ -34,8 +34,15 @@ if SIMULATED:
     def warp_broadcast(value: Any, lane: Any) -> Any:
         return np.int32(_share(value)[lane])
 
+    def warp_pair_sum(value: Any) -> Any:
+        return np.int32(_share(value)[cuda.threadIdx.x & ~1 :][:2].sum())
+
     def warp_running_sum(value: Any) -> Any:
         return np.int32(_share(value)[: cuda.threadIdx.x + 1].sum())
+
+    def warp_running_cost(value: Any) -> Any:
+        values = _share(np.float64(value).view(np.int64)).view(np.float64)
+        return np.float32(values[: cuda.threadIdx.x + 1].sum())
 
     def warp_total(value: Any) -> Any:
         return np.int64(_share(value).sum())
@@ -75,6 +82,11 @@ else:
         return cuda.shfl_sync(FULL_WARP, value, lane)
 
     @device_function
+    def warp_pair_sum(value: Any) -> Any:
+        """Sum of the values (int32) of this lane and its neighbour, an even lane and the next."""
+        return np.int32(value + cuda.shfl_xor_sync(FULL_WARP, value, 1))
+
+    @device_function
     def warp_running_sum(value: Any) -> Any:
         """Sum of the values (int32) of the lanes up to and including this one."""
         lane = np.uint32(np.uint32(cuda.threadIdx.x) % np.uint32(LANES))
@@ -82,6 +94,16 @@ else:
         for distance in (1, 2, 4, 8, 16):
             below = cuda.shfl_up_sync(FULL_WARP, total, distance)
             total = np.int32(total + (below if lane >= np.uint32(distance) else np.int32(0)))
+        return total
+
+    @device_function
+    def warp_running_cost(value: Any) -> Any:
+        """Sum of the values (float32) of the lanes up to and including this one, rounded five times."""
+        lane = np.uint32(np.uint32(cuda.threadIdx.x) % np.uint32(LANES))
+        total = np.float32(value)
+        for distance in (1, 2, 4, 8, 16):
+            below = cuda.shfl_up_sync(FULL_WARP, total, distance)
+            total = np.float32(total + (below if lane >= np.uint32(distance) else np.float32(0)))
         return total
 
     @device_function

@@ -23,12 +23,16 @@ import numba_ddtree
 from inputs import LOG_PROB_KINDS, make_token_ids
 from numba_ddtree import ArgumentError, TreeStatus, tree_build
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.device import tree_sums
+from numba_ddtree.device import tree_few, tree_sums
 
 pytestmark = [
     pytest.mark.skipif(not SIMULATED, reason="the simulator is off"),
     pytest.mark.usefixtures("poisoned_allocations"),
 ]
+
+
+LARGE = tree_build.SMALL_BUDGET + 1
+"""A largest budget for which `device.tree_few` does nothing."""
 
 
 @pytest.mark.parametrize("search", SEARCHES)
@@ -69,6 +73,74 @@ def test_levels_that_do_not_fit_are_made_anew(monkeypatch: pytest.MonkeyPatch, s
     assert rows.count(0) > 1
 
 
+def recorded_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
+    """Names of a kernel's routines as its first thread calls them; those of a false result with a minus."""
+    calls: list[str] = []
+
+    def recording(name: str, routine: Any) -> Any:
+        def record(*args: Any) -> Any:
+            result = routine(*args)
+            if cuda.threadIdx.x == 0:
+                calls.append(name if result is None or result else f"-{name}")
+            return result
+
+        return record
+
+    for name in names:
+        module = tree_build if hasattr(tree_build, name) else tree_few
+        monkeypatch.setattr(module, name, recording(name, getattr(module, name)))
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["realistic", "identical_rows"])
+def test_few_continuations_are_ranked(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    calls = recorded_calls(monkeypatch, "find_few_paths", "rank_few", "rank_ties", "find_paths")
+    log_probs = make_rows(rng, "realistic", 4, 9)
+    if kind == "identical_rows":
+        log_probs[:] = log_probs[:, :1]
+    check_build(numba_library(), log_probs, make_token_ids(rng, 1, 4, 9), 12)
+    ties = ["rank_ties"] if kind == "identical_rows" else []
+    assert calls == ["find_few_paths", "rank_few", *ties]
+
+
+def test_a_parent_has_more_children_than_a_team_lanes(rng: np.random.Generator) -> None:
+    # 4, 5, 8 and all of 11 siblings are kept, beside others.
+    for children in (4, 5, 8, 11):
+        log_probs = np.full((1, 3, 11), -9, np.float32)
+        log_probs[0, 0, :3] = [-0.5, -0.625, -0.75]
+        log_probs[0, 1, :children] = -1 - np.arange(children, dtype=np.float32) / 64
+        log_probs[0, 2, :2] = [-0.0625, -2]
+        check_build(numba_library(), log_probs, make_token_ids(rng, 1, 3, 11), 3 + 6 * children)
+
+
+@pytest.mark.parametrize("case", ["seeded", "deep", "above 0", "no room"])
+def test_what_is_not_done_for_few(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    L = 33 if case == "deep" else 4
+    log_probs, ids = make_rows(rng, "realistic", L, 5), make_token_ids(rng, 1, L, 5)
+    if case == "above 0":
+        log_probs[0, 0, 0] = 1
+    if case == "no room":
+        monkeypatch.setattr(tree_build, "capacity_for", lambda budget: budget + 2 + tree_few.BEYOND // 2)
+    calls = recorded_calls(monkeypatch, "find_few_paths", "find_paths", "pop_tree")
+    budgets = np.array([20], np.int32)
+    check_options(numba_library(), log_probs, ids, budgets, 20, chain_seed=case == "seeded")
+    others = ["pop_tree"] if case == "above 0" else ["find_paths"]
+    assert calls == (["-find_few_paths"] if case == "no room" else []) + others
+
+
+def test_a_draft_as_deep_as_a_warp_is_wide(rng: np.random.Generator) -> None:
+    log_probs = make_rows(rng, "realistic", 32, 3)
+    # The chain is better than all that leave it.
+    log_probs[0, :, 1:] = np.minimum(log_probs[0, :, 1:], -1)
+    log_probs[0, :, 0] = -rng.random(32) / 64
+    tree = check_build(numba_library(), log_probs, make_token_ids(rng, 1, 32, 3), 70)
+    assert tree.depths.max() == 32
+
+
 def test_spurs_are_extended_for_large_budgets(rng: np.random.Generator) -> None:
     log_probs = np.concatenate([make_rows(rng, kind, 5, 9) for kind in ("realistic", "inf_tails")])
     check_options(
@@ -96,10 +168,12 @@ def test_continuations_are_sorted(
     monkeypatch.setattr(tree_sums, "MAX_BUCKET", max_bucket)
     for kind in ("realistic", "ties", "huge"):
         log_probs = make_rows(rng, kind, 4, 9)
-        check_build(numba_library(), log_probs, make_token_ids(rng, 1, 4, 9), 50)
+        ids = make_token_ids(rng, 1, 4, 9)
+        check_build(numba_library(), log_probs, ids, np.array([50], np.int32), max_budget=LARGE)
     # Equal log-probs make one bucket of each depth, of which one is as large as the budget.
     flat = np.full((1, 2, 80), -1, np.float32)
-    check_build(numba_library(), flat, make_token_ids(rng, 1, 2, 80), 60)
+    ids = make_token_ids(rng, 1, 2, 80)
+    check_build(numba_library(), flat, ids, np.array([60], np.int32), max_budget=LARGE)
     assert "merge_paths" in orders
     assert ("order_buckets" in orders) == (max_bucket > 0)
 
