@@ -226,6 +226,8 @@ def make_cut_cases(rng: np.random.Generator, rows: int, V: int) -> dict[str, NDA
     cases["logits"][0, -1] = 0
     cases["logits"][1] = rng.normal(size=V) * 1e-3
     cases["logits"][2] = rng.choice([-0.0, 0.0], V)
+    is_empty = cases["logits"].max(axis=-1) == -np.inf  # of a few tokens: such rows are not to be cut
+    cases["logits"][is_empty, 0] = 0
     cases["temperature"][:3], cases["top_p"][:3], cases["top_k"][:3] = 1, 0.9, (0, V // 4, V // 3)
     return cases
 
