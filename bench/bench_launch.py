@@ -88,6 +88,7 @@ def bench_cuda_core(benchmark, recorder, sequence):
     recorder.peer("launch", CASE, "cuda.core.launch", us)
 
 
+@pytest.mark.filterwarnings("ignore:.*low occupancy")
 @pytest.mark.parametrize("library", ["numba", "torch"])
 def bench_dispatcher(benchmark, recorder, sequence, library):
     from numba_ddtree.cuda_target import cuda

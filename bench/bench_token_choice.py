@@ -51,8 +51,14 @@ def group(benchmark, choice):
     benchmark.group = f"choose_tokens {choice} B={BATCH} N={NODES} V={VOCABULARY} bfloat16"
 
 
-def bench_kernel(kernel_bench, on_device, choice):
-    logits, places = on_device(make_logits(BATCH), positions(BATCH))
+def logits_on_device(torch):
+    """Return `make_logits` as torch's, since Numba's arrays cannot hold bfloat16."""
+    bits = torch.from_numpy(make_logits(1).view(np.int16)).cuda()
+    return bits.view(torch.bfloat16).repeat(BATCH, 1, 1)
+
+
+def bench_kernel(kernel_bench, torch, choice):
+    logits, places = logits_on_device(torch), torch.from_numpy(positions(BATCH)).cuda()
     out = choose_tokens(logits)
     kernel_bench(
         "choose_tokens",
@@ -73,8 +79,7 @@ def bench_reference(peer_bench, choice):
 
 
 def bench_torch(torch_bench, torch, choice):
-    bits = torch.from_numpy(make_logits(1).view(np.int16)).cuda()
-    logits = bits.view(torch.bfloat16).repeat(BATCH, 1, 1)
+    logits = logits_on_device(torch)
     options = OPTIONS[choice]
 
     def call() -> None:
