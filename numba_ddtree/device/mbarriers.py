@@ -115,12 +115,6 @@ if not SIMULATED:
         return _effect(code, "r,r", types.uint32, types.uint32)
 
     @intrinsic
-    def wait_if(typing_context: Any, barrier: Any, parity: Any, is_wanted: Any) -> Any:
-        """Wait for the end of a phase, unless `is_wanted` (uint32) is 0."""
-        code = f"{{ .reg .pred done; setp.eq.u32 done, $2, 0; @done bra D; {_WAIT} D: }}"
-        return _effect(code, "r,r,r", types.uint32, types.uint32, types.uint32)
-
-    @intrinsic
     def wait_for_copies_if(typing_context: Any, barrier: Any, parity: Any, is_wanted: Any) -> Any:
         """Wait for others' `copy_async` and make them seen by `wgmma`, unless `is_wanted` (uint32) is 0."""
         wait = _WAIT.replace("bra D", "bra F")

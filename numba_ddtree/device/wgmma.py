@@ -21,7 +21,6 @@ from typing import Any
 
 from numba_ddtree.cuda_target import SIMULATED, device_function, uint32, uint64
 
-STEP_COLUMNS = 16  # of the left operand, that one instruction takes
 STEPS = 4  # of a chunk's 64
 CHUNK_UNITS = 64 * 128 // 16  # of a chunk, in descriptors' units of 16 bytes
 SWIZZLE_128 = 1 << 62
@@ -66,18 +65,15 @@ if not SIMULATED:
         """Make a group of the products since the last one: ``wgmma.commit_group.sync.aligned``."""
         return _order("wgmma.commit_group.sync.aligned;")
 
-    def _make_wait(groups: int) -> Any:
-        @intrinsic
-        def wait(typing_context: Any, tile: Any) -> Any:
-            """Return a tile when the groups before the newest ones are done: ``wgmma.wait_group``."""
+    @intrinsic
+    def wait_for_all_products(typing_context: Any, tile: Any) -> Any:
+        """Return a tile when all products of the warpgroup are done: ``wgmma.wait_group 0``."""
 
-            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                assemble(builder, VOID, [], f"wgmma.wait_group.sync.aligned {groups};", "")
-                return array_of(builder, _tied(builder, elements_of(builder, args[0]), [], "", ""))
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            assemble(builder, VOID, [], "wgmma.wait_group.sync.aligned 0;", "")
+            return array_of(builder, _tied(builder, elements_of(builder, args[0]), [], "", ""))
 
-            return tile(tile), generate
-
-        return wait
+        return tile(tile), generate
 
     def _tied(builder: Any, tile: list[Any], args: Sequence[Any], code: str, constraints: str) -> list[Any]:
         """Elements of a tile after an instruction that reads and writes them in their registers."""
@@ -87,9 +83,6 @@ if not SIMULATED:
         text = ",".join([*own, constraints] if constraints else own)
         changed = assemble(builder, result, [*tile, *args], code, text)
         return [builder.extract_value(changed, index) for index in range(count)]
-
-    wait_for_all_products = _make_wait(0)
-    wait_for_products_but_one = _make_wait(1)
 
     def make_undefined(count: int) -> Any:
         """Make a tile of no content, for a product that starts it."""

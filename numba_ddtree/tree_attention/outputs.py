@@ -19,7 +19,7 @@ def output_form(work: Work) -> np.int32:
 
 
 if not SIMULATED:
-    from numba_ddtree.device.ptx import log2, product_of, reciprocal, store_float_pair, store_word, sum_of
+    from numba_ddtree.device.ptx import log2, product_of, store_float_pair, store_word, sum_of
     from numba_ddtree.device.tile import (
         make_pack,
         make_row_float_store,
@@ -39,11 +39,6 @@ if not SIMULATED:
             store_word(uint64(out + uint64(place) * uint64(2)), pack_bfloat16(first, second))
         else:
             store_word(uint64(out + uint64(place) * uint64(2)), pack_float16(first, second))
-
-    @device_routine
-    def normaliser(total: Any) -> Any:
-        """1 / total (float32) of a row's sum of exponentials; 0 of nothing."""
-        return reciprocal(total) if total != float32(0) else float32(0)
 
     @device_routine
     def natural_log_sum(maximum: Any, total: Any) -> Any:
