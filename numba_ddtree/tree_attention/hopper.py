@@ -10,13 +10,14 @@ consume:
 Each adds the values of both blocks, the first block first. Probabilities, and the maxima they are relative
 to, cross through shared memory. The tensor cores' order of a pair is kept by handing over: scores of the
 first block; of the second, while the first one's probabilities are computed; values of the first, while the
-second one's are; values of the second. Scores of the next pair follow at once, also those of the next item,
-before the outputs of this one are written.
+second one's are; values of the second. Each product is waited for before its warpgroup begins the next
+scores, so that its buffer is free the soonest, and nothing is under way across the loop's end.
 
 A row's maximum is raised only when a score exceeds it by a factor of 2^8 (`PATIENCE`), as FlashAttention-4
-does: sums are as exact with another maximum, and outputs have to be rescaled only rarely. A row's arithmetic
-does not depend on which warpgroup does it, nor on what shares its tile: results have the same bits wherever
-a block comes in its pair, and whether its keys lie in the prefix or were gathered (`path_blocks`).
+does: sums are as exact with another maximum, and outputs have to be rescaled only rarely. Since the largest
+probability is then rounded, too, outputs are divided by the sum of rounded ones (`split_fold`). A row's
+arithmetic does not depend on which warpgroup does it, nor on what shares its tile: results have the same bits
+wherever a block comes in its pair, and whether its keys lie in the prefix or were gathered (`path_blocks`).
 
 Registers are a block's own pool of 384 x 168: 216 for each thread that consumes and 72 for one that produces.
 """

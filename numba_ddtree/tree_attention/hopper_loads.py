@@ -1,4 +1,4 @@
-"""The producing warps of the Hopper kernel: one finds items, one loads queries, two load keys."""
+"""The producing warps of the Hopper kernel: one finds items, one loads queries, two a buffer of keys each."""
 
 from __future__ import annotations
 
