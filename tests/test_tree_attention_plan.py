@@ -22,14 +22,17 @@ from numba_ddtree.launch import Kernel, _kind, _wanted_kinds
 from numba_ddtree.tree_attention import (
     block_pieces,
     calls,
+    hopper,
     kernels,
     tensor_cores,
     whole_blocks,
 )
+from numba_ddtree.tree_attention.split_merge import MERGE_SPLITS
 from numba_ddtree.tree_attention.splits import default_split_keys, split_sizes, whole_range
 from numba_ddtree.tree_attention.work import MAX_WORKERS
 
 SLOT_BYTES = 64 * 4 * (512 + 4)
+MAPS = 77 << 32  # where tensor maps are said to lie
 
 
 @pytest.fixture
@@ -209,6 +212,34 @@ def test_launches_are_of_signatures_that_are_compiled(
     for kernel, blocks, given in launched:
         assert 0 < blocks < 2**31
         assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))], kernel.name
+
+
+@pytest.mark.parametrize("paging", [None, "block_table", "kv_indptr"])
+@pytest.mark.parametrize("dtype", [bfloat16, np.float16])
+@pytest.mark.parametrize("out_dtype", [None, np.float32])
+def test_the_hopper_kernel_is_launched_by_its_signature(
+    device: MadeUpDevice, monkeypatch: pytest.MonkeyPatch, paging: str | None, dtype: Any, out_dtype: Any
+) -> None:
+    launched: list[tuple[Kernel, int, tuple[Any, ...]]] = []
+
+    def launch(_: Any, kernel: Kernel, blocks: int, *given: Any, shared_bytes: int = 0) -> None:
+        launched.append((kernel, blocks, given))
+
+    monkeypatch.setattr(calls, "launcher_of", kernels.launcher_of)
+    monkeypatch.setattr(transfer_module.Transfer, "launch", launch)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "key_maps", lambda *_: MAPS)
+    monkeypatch.setattr(hopper, "cuda", kernels.cuda)
+    numba_ddtree.verify_attention(
+        **arguments(paging, dtype), out_dtype=out_dtype, kernel="hopper", max_prefix_length=P
+    )
+    assert [kernel for kernel, *_ in launched] == [hopper.KERNELS[np.dtype(dtype).name], MERGE_SPLITS]
+    for kernel, blocks, given in launched:
+        assert 0 < blocks < 2**31
+        assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))], kernel.name
+    maps, in_boxes, sees_prefix, scale = launched[0][2][25:29]
+    assert (maps, in_boxes, sees_prefix) == (MAPS, 1, 1)
+    assert scale == np.float32(0.1 * np.log2(np.e))
 
 
 def test_tensor_cores_need_shared_memory() -> None:

@@ -79,12 +79,11 @@ from numba_ddtree.tree_attention.hopper_state import (
     set_float,
     word_at,
 )
+from numba_ddtree.tree_attention.kernel_arguments import input_arguments, result_arguments, scale_argument
 from numba_ddtree.tree_attention.key_rows import (
     KEY_SIGNATURE,
     Keys,
-    key_arguments,
 )
-from numba_ddtree.tree_attention.outputs import output_form
 from numba_ddtree.tree_attention.path_blocks import (
     visible_columns,
 )
@@ -92,8 +91,6 @@ from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arg
 from numba_ddtree.tree_attention.split_items import (
     TREE_SIGNATURE,
     Tree,
-    most_keys,
-    tree_arguments,
 )
 from numba_ddtree.tree_attention.split_merge import launch_merge
 from numba_ddtree.tree_attention.tensor_maps import key_maps, takes_boxes
@@ -159,7 +156,6 @@ if not SIMULATED:
 
 ARCHITECTURE = "sm_90a"
 THREADS = block_threads(384)
-LOG2_E = 1.4426950408889634
 PATIENCE = np.float32(8)  # a row's maximum is raised when a score exceeds it by so much, to base 2
 
 
@@ -693,25 +689,12 @@ def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
     transfer.launch(
         KERNELS[work.dtype.name],
         int(share.workers),
-        np.uint64(work.q_nope.address),
-        np.int64(work.q_nope.stride),
-        np.uint64(work.q_pe.address),
-        np.int64(work.q_pe.stride),
-        *key_arguments(work.keys),
-        *tree_arguments(work),
-        *share,
-        most_keys(splits),
+        *input_arguments(work, splits, share),
         np.uint64(maps),
         np.int32(in_boxes),
         np.int32(work.sees_prefix),
-        np.float32(work.sm_scale * LOG2_E),
-        splits.partials,
-        splits.partial_sums,
-        splits.first_rows,
-        splits.num_rest,
-        np.uint64(work.out.pointer),
-        work.lse,
-        output_form(work),
+        scale_argument(work),
+        *result_arguments(work, splits),
         shared_bytes=SHARED_BYTES,
     )
     launch_merge(transfer, work, splits, int(share.workers), 1)

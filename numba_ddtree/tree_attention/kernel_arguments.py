@@ -45,6 +45,16 @@ class Results(NamedTuple):
 def kernel_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, ...]:
     """Return a launch's arguments, in the order of `SIGNATURE`."""
     return (
+        *input_arguments(work, splits, share),
+        np.int32(work.sees_prefix),
+        scale_argument(work),
+        *result_arguments(work, splits),
+    )
+
+
+def input_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, ...]:
+    """Return the arguments from `q_nope` to `max_keys`."""
+    return (
         np.uint64(work.q_nope.address),
         np.int64(work.q_nope.stride),
         np.uint64(work.q_pe.address),
@@ -53,8 +63,17 @@ def kernel_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, 
         *tree_arguments(work),
         *share,
         most_keys(splits),
-        np.int32(work.sees_prefix),
-        np.float32(work.sm_scale * LOG2_E),
+    )
+
+
+def scale_argument(work: Work) -> np.float32:
+    """Return the scale of the scores, to base 2."""
+    return np.float32(work.sm_scale * LOG2_E)
+
+
+def result_arguments(work: Work, splits: SplitPlan) -> tuple[Any, ...]:
+    """Return the arguments from `partials` on."""
+    return (
         splits.partials,
         splits.partial_sums,
         splits.first_rows,
