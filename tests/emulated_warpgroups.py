@@ -30,7 +30,7 @@ from ml_dtypes import bfloat16
 
 from numba_ddtree import cuda_target
 
-TIMEOUT = 240.0
+TIMEOUT = 60.0
 SHARED_BASE = 1024
 SHARED_BYTES = 227 * 1024
 WARPGROUP = 128
