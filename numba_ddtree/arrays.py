@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -185,6 +185,23 @@ class DeviceView:
         with cuda.gpus[self.device_id]:
             host: NDArray[Any] = cuda.as_cuda_array(self, sync=False).copy_to_host(stream=stream)
         return host.view(self.dtype)  # of bfloat16, the interface tells the size alone
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address on a device as kernels take it, a uint64; keeps the owner of what lies there alive.
+
+    Attributes
+    ----------
+    pointer : int
+    owner : object
+        The array that the memory belongs to.
+    """
+
+    dtype: ClassVar = np.dtype(np.uint64)
+    shape: ClassVar = ()
+    pointer: int
+    owner: Any
 
 
 def device_view(name: str, array: Any) -> Any:

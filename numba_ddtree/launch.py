@@ -27,7 +27,7 @@ from numba.np.numpy_support import as_dtype, from_dtype
 from numpy.typing import DTypeLike, NDArray
 
 from numba_ddtree import code_cache
-from numba_ddtree.arrays import DeviceView, Placement, StreamLike, c_strides
+from numba_ddtree.arrays import Address, DeviceView, Placement, StreamLike, c_strides
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.devices import device_context, require_device, stream_handle
 from numba_ddtree.errors import ArgumentError, BackendError
@@ -131,8 +131,8 @@ class LoadedKernel:
 class PreparedLaunch:
     """A kernel with its grid and arguments, to be launched any number of times; `Kernel.prepare` makes one.
 
-    Keeps the arrays among its arguments alive. Not for several threads at once while an argument is
-    replaced; the driver reads the arguments during `launch` alone.
+    Keeps the arrays whose views or addresses are among its arguments alive. Not for several threads at once
+    while an argument is replaced; the driver reads the arguments during `launch` alone.
 
     Attributes
     ----------
@@ -198,7 +198,7 @@ class PreparedLaunch:
             self._words[slot + ADDRESS_SLOT] = argument.pointer
         else:
             (text,) = _slot_formats(_kind(argument))
-            struct.pack_into("<" + text, self._words.data, SLOT_BYTES * slot, argument)
+            struct.pack_into("<" + text, self._words.data, SLOT_BYTES * slot, *_slots(argument))
 
 
 class SimulatedLaunch:
@@ -331,8 +331,8 @@ class Kernel:
         blocks : int
             Blocks, all along x, whose limit is 2^31 - 1.
         *arguments
-            Views of C-contiguous device arrays, and numpy scalars, of one of the signatures; there, an
-            array of bfloat16 is one of uint16, the numbers' bits.
+            Views of C-contiguous device arrays, addresses and numpy scalars, of one of the signatures; there,
+            an array of bfloat16 is one of uint16, the numbers' bits.
         shared_bytes : int
             Dynamic shared memory a block.
         """
@@ -460,6 +460,8 @@ def _slot_formats(kind: Kind) -> list[str]:
 
 def _slots(argument: Any) -> tuple[Any, ...]:
     """Return what a launch passes for an argument: for an array, the members of Numba's structure."""
+    if isinstance(argument, Address):
+        return (argument.pointer,)
     if not isinstance(argument, DeviceView):
         return (argument,)
     head, tail = _array_slots(argument.shape, argument.dtype.itemsize)

@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what the package allocates, so that a result that is not written shows."""
+    from kernel_checks import await_copies
+
     from numba_ddtree.cuda_target import cuda
 
     allocate = cuda.device_array
@@ -47,6 +49,7 @@ def poisoned_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
         if array.size:
             poison = np.full(array.nbytes, 0xA5, np.uint8).view(array.dtype)
             array.copy_to_device(poison.reshape(tuple(array.shape)))
+            await_copies()
         return array
 
     monkeypatch.setattr(cuda, "device_array", poisoned)

@@ -51,6 +51,17 @@ class Library:
         return DraftTree(**{k: self.get(v) for k, v in tree.arrays().items()}, max_depth=tree.max_depth)
 
 
+def await_copies() -> None:
+    """Wait for copies of Numba's to the device, for the sake of streams that do not wait for the default one.
+
+    The driver returns when it has read the host's memory, which may be before the device's has been written.
+    """
+    from numba_ddtree.cuda_target import SIMULATED, cuda
+
+    if not SIMULATED:
+        cuda.default_stream().synchronize()
+
+
 def numpy_library() -> Library:
     """Host arrays, which the public functions copy to the device."""
     return Library("numpy", np.array, np.array)
@@ -67,7 +78,9 @@ def numba_library() -> Library:
         if not SIMULATED and array.dtype == bfloat16:
             pytest.importorskip("torch")
             return torch_put(array)
-        return cuda.to_device(array)
+        copied = cuda.to_device(array)
+        await_copies()
+        return copied
 
     def get(array: Any) -> NDArray[Any]:
         return array.copy_to_host() if hasattr(array, "copy_to_host") else torch_get(array)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from kernel_checks import Library, assert_same_arrays
+from kernel_checks import Library, assert_same_arrays, await_copies
 from numpy.typing import NDArray
 
 from numba_ddtree import DDTreeRound, DeviceGroup, KVCaches, RoundLanes
@@ -108,6 +108,7 @@ class LaneChecker:
         content = np.ascontiguousarray(content)
         if self.library.name == "numba":
             array.copy_to_device(content)
+            await_copies()
         elif self.library.name == "torch":
             import torch
 

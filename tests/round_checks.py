@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from kernel_checks import Library, assert_same_arrays, assert_same_tree
+from kernel_checks import Library, assert_same_arrays, assert_same_tree, await_copies
 from numpy.typing import NDArray
 
 from inputs import make_target_tokens
@@ -124,6 +124,7 @@ class RoundChecker:
         source = self.library.put(content)
         if self.library.name == "numba":
             array.copy_to_device(source)
+            await_copies()
         elif self.library.name == "torch":
             array.copy_(source)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_checks import numba_library
+from kernel_checks import await_copies, numba_library
 from libraries import cupy_library, torch_library
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
@@ -410,6 +410,7 @@ def test_a_sequence_is_captured(rng: np.random.Generator) -> None:
         log_probs, ids = host_draft(rng)
         for old, new in zip(on_device, (log_probs, ids), strict=True):
             old.copy_to_device(new)
+        await_copies()
         graph.launch(stream)
         stream.sync()
         want = build_tree(log_probs, ids, 20, backend="numpy")

@@ -85,7 +85,9 @@ def prepared(device: MadeUpDevice, monkeypatch: pytest.MonkeyPatch) -> list[Note
 
     def launch(transfer: Any, work: Work, splits: SplitPlan) -> None:
         for _ in range(2):
-            transfer.launch(kernel, 1, work.ancestor_bits, work.keys.page_table, work.lse, scratch)
+            rows = (work.q_nope, work.q_pe, work.keys.ckv, work.keys.kpe)
+            arrays = work.ancestor_bits, work.keys.page_table, work.lse
+            transfer.launch(kernel, 1, *arrays, *(each.argument for each in rows), scratch)
 
     for module in (plan, calls):
         monkeypatch.setattr(module, "launcher_of", lambda _: launch)
@@ -292,15 +294,15 @@ def test_memory_of_the_caller_is_not_kept(prepared: list[NotedLaunch]) -> None:
     views = [value for value in given.values() if isinstance(value, DeviceView)]
     owners = [weakref.ref(each.owner) for each in (*views, *given["tree"].arrays().values())]
     made.run(**given)
-    scratch = prepared[0].arguments[3]
+    scratch = prepared[0].arguments[-1]
     del given, views
     gc.collect()
     assert len(made._runs) == 1
     assert [owner() for owner in owners] == [None] * len(owners)
     for launch in prepared:
-        assert [argument.owner for argument in launch.arguments[:3]] == [None] * 3
-        assert launch.arguments[3] is scratch
-        assert isinstance(launch.arguments[3].owner, Owner)  # not the caller's
+        assert [argument.owner for argument in launch.arguments[:-1]] == [None] * 7
+        assert launch.arguments[-1] is scratch
+        assert isinstance(scratch.owner, Owner)  # not the caller's
 
 
 def test_tensor_maps_stay_as_long_as_any_launch() -> None:

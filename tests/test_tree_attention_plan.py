@@ -5,7 +5,10 @@ The device here is made up: arrays on it are addresses, and the kernel notes wha
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ from ml_dtypes import bfloat16
 import numba_ddtree
 from numba_ddtree import ArgumentError, BackendError, tree_attention_workspace_bytes
 from numba_ddtree import transfer as transfer_module
+from numba_ddtree.arrays import DeviceView
 from numba_ddtree.devices import find_device_fault, shared_memory_limit
 from numba_ddtree.launch import Kernel, _kind, _wanted_kinds
 from numba_ddtree.tree_attention import (
@@ -240,6 +244,35 @@ def test_the_hopper_kernel_is_launched_by_its_signature(
     maps, in_boxes, sees_prefix, scale = launched[0][2][25:29]
     assert (maps, in_boxes, sees_prefix) == (MAPS, 1, 1)
     assert scale == np.float32(0.1 * np.log2(np.e))
+
+
+class Owner:
+    """What memory belongs to."""
+
+
+def test_launches_keep_the_memory_of_all_their_arguments(
+    device: MadeUpDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(calls, "launcher_of", kernels.launcher_of)
+    monkeypatch.setattr(transfer_module.Transfer, "launch", lambda *given, **_: kept.append(given[3:]))
+    monkeypatch.setattr("numba_ddtree.tree_attention.tensor_cores.multiprocessors", lambda: 132)
+    monkeypatch.setattr("numba_ddtree.tree_attention.tensor_cores.shared_memory_limit", lambda: 232448)
+    given = arguments("block_table")
+    given["out"], given["lse"] = (
+        view(5 << 32, (B, N, H, 512), bfloat16),
+        view(6 << 32, (B, N, H), np.float32),
+    )
+    views = [name for name, value in given.items() if isinstance(value, DeviceView)]
+    given |= {name: replace(given[name], owner=Owner()) for name in views}
+    owners = {name: weakref.ref(given[name].owner) for name in views}
+    numba_ddtree.verify_attention(**given, kernel="tensor_cores", max_prefix_length=P)
+    del given
+    gc.collect()
+    assert [name for name, owner in owners.items() if owner() is None] == []
+    kept.clear()
+    gc.collect()
+    assert [name for name, owner in owners.items() if owner() is not None] == []
 
 
 def test_tensor_cores_need_shared_memory() -> None:

@@ -25,7 +25,7 @@ from attention_checks import (
     with_rows,
     workspace_limits,
 )
-from kernel_checks import Library
+from kernel_checks import Library, numpy_library
 from libraries import LIBRARIES, side_stream, torch_library
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
@@ -347,6 +347,18 @@ def test_arrays_of_every_library(
     assert_accurate(inputs, *compute(library, inputs, validate=True, **options))
     if library.name != "jax":
         assert_accurate(inputs, *compute(library, inputs, is_planned=True, **options))
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_copies_of_host_arrays_live_until_they_are_read(
+    rng: np.random.Generator, kernel: str, monkeypatch: pytest.MonkeyPatch, is_planned: bool
+) -> None:
+    # Numba otherwise frees memory only some time after nothing refers to it, when it may hide a mistake.
+    monkeypatch.setattr("numba.cuda.cudadrv.driver.config.CUDA_DEALLOCS_COUNT", 0)
+    for _ in range(5):
+        inputs, options = random_inputs(rng, 3)
+        results = compute(numpy_library(), inputs, kernel=kernel, is_planned=is_planned, **options)
+        assert_accurate(inputs, *results)
 
 
 @pytest.mark.parametrize("form", ["torch", "handle", "current"])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from numba_ddtree.arrays import Address
 from numba_ddtree.cuda_target import SIMULATED
 from numba_ddtree.tree_attention.key_rows import KEY_SIGNATURE, Keys, key_arguments
 from numba_ddtree.tree_attention.outputs import output_form
@@ -55,9 +56,9 @@ def kernel_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, 
 def input_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, ...]:
     """Return the arguments from `q_nope` to `max_keys`."""
     return (
-        np.uint64(work.q_nope.address),
+        work.q_nope.argument,
         np.int64(work.q_nope.stride),
-        np.uint64(work.q_pe.address),
+        work.q_pe.argument,
         np.int64(work.q_pe.stride),
         *key_arguments(work.keys),
         *tree_arguments(work),
@@ -78,7 +79,7 @@ def result_arguments(work: Work, splits: SplitPlan) -> tuple[Any, ...]:
         splits.partial_sums,
         splits.first_rows,
         splits.num_rest,
-        np.uint64(work.out.pointer),
+        Address(work.out.pointer, work.out.owner),
         work.lse,
         output_form(work),
     )

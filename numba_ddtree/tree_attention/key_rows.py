@@ -32,10 +32,10 @@ class Keys(NamedTuple):
 def key_arguments(keys: KeyRows) -> Keys:
     """Return what a kernel is launched with."""
     return Keys(
-        np.uint64(keys.ckv.address),
+        keys.ckv.argument,
         np.int64(keys.ckv.stride),
         np.int64(keys.ckv_page_stride),
-        np.uint64(keys.kpe.address),
+        keys.kpe.argument,
         np.int64(keys.kpe.stride),
         np.int64(keys.kpe_page_stride),
         np.int32(keys.page_size),

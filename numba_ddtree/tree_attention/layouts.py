@@ -26,7 +26,7 @@ def query_rows(name: str, view: Any) -> RowSpan:
     fits = all(found == step * stride for found, step in apart)
     if not (_is_empty(view) or (fits and _fits_loads(view, stride))):
         raise _layout_error(name, view, "rows [H, D] of all nodes and requests at one distance")
-    return RowSpan(view.pointer, stride)
+    return RowSpan(view.pointer, stride, view.owner)
 
 
 def cache_rows(name: str, view: Any) -> tuple[RowSpan, int]:
@@ -41,7 +41,7 @@ def cache_rows(name: str, view: Any) -> tuple[RowSpan, int]:
     page_stride = view.strides[0] if pages > 1 else page_size * stride
     if not (_is_empty(view) or _fits_loads(view, stride, page_stride)):
         raise _layout_error(name, view, "rows and pages at positive distances")
-    return RowSpan(view.pointer, stride), page_stride
+    return RowSpan(view.pointer, stride, view.owner), page_stride
 
 
 def key_rows(ckv_cache: Any, kpe_cache: Any, page_table: Any, page_starts: Any, table_stride: int) -> KeyRows:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from numba_ddtree.array_keys import array_key
-from numba_ddtree.arrays import DeviceView, Placement, StreamLike
+from numba_ddtree.arrays import Address, DeviceView, Placement, StreamLike
 from numba_ddtree.devices import stream_handle
 from numba_ddtree.launch import LaunchSequence
 from numba_ddtree.tree import TREE_DTYPES, Array, DraftTree
@@ -115,5 +115,5 @@ def forget_owners(sequence: LaunchSequence, views: Iterable[DeviceView | None]) 
     owners = {id(view.owner) for view in views if view is not None and view.owner is not None}
     for launch in sequence.launches:
         for place, argument in enumerate(launch.arguments):
-            if isinstance(argument, DeviceView) and id(argument.owner) in owners:
+            if isinstance(argument, DeviceView | Address) and id(argument.owner) in owners:
                 launch.arguments[place] = replace(argument, owner=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -43,8 +44,9 @@ def key_maps(work: Work, device_id: int) -> int:
         number,
         keys.num_pages,
         keys.page_size,
-        (keys.ckv, keys.ckv_page_stride, LATENT),
-        (keys.kpe, keys.kpe_page_stride, ROPE),
+        # Without owners, which would live for as long as the maps.
+        (replace(keys.ckv, owner=None), keys.ckv_page_stride, LATENT),
+        (replace(keys.kpe, owner=None), keys.kpe_page_stride, ROPE),
     )
 
 

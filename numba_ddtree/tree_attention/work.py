@@ -6,10 +6,12 @@ Keys are cut into blocks of `KEY_BLOCK` by their position in the sequence, and b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from numba_ddtree.arrays import Address
 
 TILE_ROWS = 64
 KEY_BLOCK = 64
@@ -34,10 +36,18 @@ class RowSpan:
         Of the first row.
     stride : int
         Bytes from one row to the next.
+    owner : object
+        What keeps the memory.
     """
 
     address: int
     stride: int
+    owner: Any = field(compare=False, repr=False)
+
+    @property
+    def argument(self) -> Address:
+        """The address as kernels take it."""
+        return Address(self.address, self.owner)
 
 
 @dataclass(frozen=True, slots=True)
