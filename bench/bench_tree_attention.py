@@ -158,10 +158,16 @@ def bench_table_sdpa(attention_bench, shape):
     attention_bench.peer(MAIN, shape, SDPA, Inputs.scaled_dot_product)
 
 
-def bench_grid(attention_bench, kernel, grid_shape):
-    attention_bench.kernel(GRID, grid_shape, "default", kernel)
+@pytest.mark.parametrize("split", GRID.splits)
+def bench_grid(attention_bench, kernel, grid_shape, split):
+    attention_bench.kernel(GRID, grid_shape, split, kernel)
 
 
 @peer_may_warn
 def bench_grid_flash_mla(attention_bench, flash_mla, grid_shape):
     attention_bench.peer(GRID, grid_shape, FLASH_MLA, lambda inputs: inputs.flash_mla(flash_mla))
+
+
+@peer_may_warn
+def bench_grid_matmuls(attention_bench, grid_shape):
+    attention_bench.peer(GRID, grid_shape, MATMULS, Inputs.packed_matmuls)
