@@ -34,6 +34,7 @@ class MadeUpDevice:
         self.allocated: list[DeviceView] = []
         self.launches: list[tuple[Work, SplitPlan]] = []
         self.capability = (9, 0)
+        self.shared_limit = 227 * 1024
         self.next_address = 1 << 40
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: Any) -> tuple[DeviceView, DeviceView]:
@@ -61,6 +62,7 @@ def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
         monkeypatch.setattr(module, "device_context", lambda _: nullcontext())
     for module in (plan, kernels):
         monkeypatch.setattr(module, "cuda", target)
+    monkeypatch.setattr(kernels, "shared_memory_limit", lambda: made_up.shared_limit)
     monkeypatch.setattr(transfer_module, "_empty", lambda _: empty)
     monkeypatch.setattr(transfer_module, "numba_stream", lambda *_: 0)
     monkeypatch.setattr(transfer_module.Transfer, "_allocate", lambda _, *given: made_up.allocate(*given))

@@ -183,7 +183,7 @@ def test_plans_rehearse_with_the_forms_that_they_run(device: MadeUpDevice) -> No
         work, _ = device.launches[-1]
         assert (work.dtype, work.out.dtype, work.slots, work.heads) == (np.float16, np.float32, N, H)
         assert (work.keys.page_table.shape[0] > 0) == (page_size is not None)
-        assert made.kernel == "tensor_cores"
+        assert made.kernel == "hopper"
 
 
 @pytest.mark.parametrize("paging", [None, "block_table", "kv_indptr"])
@@ -380,6 +380,24 @@ def test_devices_without_the_instructions(device: MadeUpDevice, call: Any) -> No
     with pytest.raises(ArgumentError, match=message):
         call()
     assert planned(dtype=np.float32).kernel == "shared_scores"
+
+
+def test_the_quickest_kernel_that_a_device_has_is_the_default(device: MadeUpDevice) -> None:
+    for capability, limit, kernel in (
+        ((9, 0), 232448, "hopper"),
+        ((9, 0), 101376, "tensor_cores"),
+        ((8, 6), 101376, "tensor_cores"),
+        ((10, 0), 232448, "tensor_cores"),
+    ):
+        device.capability, device.shared_limit = capability, limit
+        assert planned().kernel == kernel
+    with pytest.raises(
+        ArgumentError, match=r"^kernel: got 'hopper' on a device of compute capability 10\.0; .*9\.0, or 't"
+    ):
+        planned(kernel="hopper")
+    device.capability, device.shared_limit = (9, 0), 101376
+    with pytest.raises(ArgumentError, match=r"^kernel: got 'hopper' with 101376 bytes of shared .* 'tensor_"):
+        planned(kernel="hopper")
 
 
 def test_a_workspace_of_the_callers(device: MadeUpDevice) -> None:

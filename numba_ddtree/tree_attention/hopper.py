@@ -13,11 +13,10 @@ first block; of the second, while the first one's probabilities are computed; va
 second one's are; values of the second. Each product is waited for before its warpgroup begins the next
 scores, so that its buffer is free the soonest, and nothing is under way across the loop's end.
 
-A row's maximum is raised only when a score exceeds it by a factor of 2^8 (`PATIENCE`), as FlashAttention-4
-does: sums are as exact with another maximum, and outputs have to be rescaled only rarely. Since the largest
-probability is then rounded, too, outputs are divided by the sum of rounded ones (`split_fold`). A row's
-arithmetic does not depend on which warpgroup does it, nor on what shares its tile: results have the same bits
-wherever a block comes in its pair, and whether its keys lie in the prefix or were gathered (`path_blocks`).
+Outputs are divided by the sum of rounded probabilities (`split_fold`), by which much of the rounding
+cancels. A row's arithmetic does not depend on which warpgroup does it, nor on what shares its tile: results
+have the same bits wherever a block comes in its pair, and whether its keys lie in the prefix or were gathered
+(`path_blocks`).
 
 Registers are a block's own pool of 384 x 168: 216 for each thread that consumes and 72 for one that produces.
 """
@@ -156,7 +155,6 @@ if not SIMULATED:
 
 ARCHITECTURE = "sm_90a"
 THREADS = block_threads(384)
-PATIENCE = np.float32(8)  # a row's maximum is raised when a score exceeds it by so much, to base 2
 
 
 def no_kernel(name: str) -> Any:
@@ -201,9 +199,8 @@ def weigh(scores, scale, maximum_0, maximum_1):  # type: ignore[no-untyped-def]
     top_1 = larger_of(largest[1], cuda.shfl_xor_sync(0xFFFFFFFF, largest[1], 1))
     top_0 = larger_of(top_0, cuda.shfl_xor_sync(0xFFFFFFFF, top_0, 2))
     top_1 = larger_of(top_1, cuda.shfl_xor_sync(0xFFFFFFFF, top_1, 2))
-    top_0, top_1 = product_of(top_0, scale), product_of(top_1, scale)
-    top_0 = top_0 if top_0 > sum_of(maximum_0, PATIENCE) else maximum_0
-    top_1 = top_1 if top_1 > sum_of(maximum_1, PATIENCE) else maximum_1
+    top_0 = larger_of(maximum_0, product_of(top_0, scale))
+    top_1 = larger_of(maximum_1, product_of(top_1, scale))
     return exp2_of_scores(scores, scale, (origin_of(top_0), origin_of(top_1))), top_0, top_1
 
 

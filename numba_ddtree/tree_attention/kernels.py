@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.devices import shared_memory_limit
 from numba_ddtree.errors import ArgumentError, BackendError
+from numba_ddtree.tree_attention.hopper_state import SHARED_BYTES
 
 SHARED_SCORES = "shared_scores"
 TENSOR_CORES = "tensor_cores"
@@ -32,7 +34,7 @@ def check_kernel(kernel: str | None, dtype: np.dtype[Any]) -> None:
 
 
 def choose_kernel(kernel: str | None, dtype: np.dtype[Any]) -> str:
-    """Return the kernel for a dtype on the current device: the one asked for, or the quickest.
+    """Return the kernel for a dtype on the current device: the one asked for, or the quickest in most shapes.
 
     Raises
     ------
@@ -63,7 +65,12 @@ def choose_kernel(kernel: str | None, dtype: np.dtype[Any]) -> str:
             f"{kernel!r} on a device of compute capability {'.'.join(map(str, capability))}",
             f"a device of {'.'.join(map(str, HOPPER_CAPABILITY))}, or {TENSOR_CORES!r}",
         )
-    return kernel or TENSOR_CORES
+    limit = shared_memory_limit()
+    if kernel == HOPPER and limit < SHARED_BYTES:
+        expected = f"{SHARED_BYTES} bytes, or {TENSOR_CORES!r}"
+        raise ArgumentError("kernel", f"{kernel!r} with {limit} bytes of shared memory a block", expected)
+    has_all = capability == HOPPER_CAPABILITY and limit >= SHARED_BYTES
+    return kernel or (HOPPER if has_all else TENSOR_CORES)
 
 
 def launcher_of(kernel: str) -> Callable[..., None]:

@@ -84,7 +84,8 @@ class TreeAttention:
     page_size : int or None
     dtype, out_dtype : numpy.dtype
     kernel : str
-        What runs: ``"tensor_cores"``, ``"shared_scores"``, or ``"reference"`` for the numpy backend.
+        What runs: ``"hopper"``, ``"tensor_cores"``, ``"shared_scores"``, or ``"reference"`` for the numpy
+        backend.
     split_keys : int or "fastest"
         Keys of a split.
     workspace_bytes : int
@@ -155,8 +156,7 @@ class TreeAttention:
             N = 1. ``"fastest"`` lets the device choose, by the lengths of each run, and gives that
             equality up.
         kernel : {None, "tensor_cores", "hopper", "shared_scores"}
-            By default the quickest for the dtype on this device; ``"hopper"``, for compute capability 9.0,
-            on request alone.
+            As for `verify_attention`. The two kernels of tensor cores do not give the same bits.
         workspace_limit : int
             Bytes that partial results may take; where more would be needed, fewer tiles are cut along their
             keys to fill a device.

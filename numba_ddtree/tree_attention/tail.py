@@ -19,7 +19,7 @@ from numba_ddtree.tree_attention.calls import (
     run_shared_scores,
     run_tensor_cores,
 )
-from numba_ddtree.tree_attention.kernels import FLOAT32, check_kernel, choose_kernel
+from numba_ddtree.tree_attention.kernels import FLOAT32, TENSOR_CORES, check_kernel, choose_kernel
 from numba_ddtree.tree_attention.splits import MAX_KEYS, whole_range
 
 
@@ -55,7 +55,7 @@ def tree_tail_attention(
     q_nope, q_pe, ckv_cache, kpe_cache, tree, sm_scale, prefix_lengths
         As for `verify_attention`: node i's own row is key P + i. Rows of the prefix are not used.
     block_table, kv_indptr, kv_indices, out, lse, out_dtype, kernel, stream, backend, validate
-        As for `verify_attention`.
+        As for `verify_attention`, but that ``"tensor_cores"`` is the default for float16 and bfloat16.
 
     Returns
     -------
@@ -94,7 +94,8 @@ def tree_tail_attention(
     check_tensor_core_limits(given)
     require_device()
     with device_context(given.placement.device_id):
-        chosen = choose_kernel(kernel, given.dtype)
-    # A path is short: one split, so that there is nothing to merge and no memory to merge it in.
+        # A path is short, which the kernel with less to set up is quicker at.
+        chosen = choose_kernel(kernel or TENSOR_CORES, given.dtype)
+    # One split, so that there is nothing to merge and no memory to merge it in.
     sizes = whole_range()
     return run_tensor_cores(given, chosen, sizes, out_dtype, out, lse, stream, sees_prefix=False)

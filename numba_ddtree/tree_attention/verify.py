@@ -107,8 +107,9 @@ def verify_attention(
         Where to write the log-sum-exp.
     out_dtype : dtype, optional
         Of the output: the queries' or float32; by default that of `out`, or else the queries'.
-    kernel : {None, "shared_scores", "tensor_cores"}
-        By default ``"shared_scores"`` for float32, and tensor cores for float16 and bfloat16.
+    kernel : {None, "shared_scores", "tensor_cores", "hopper"}
+        By default ``"shared_scores"`` for float32; for float16 and bfloat16 ``"hopper"`` on devices of
+        compute capability 9.0, and ``"tensor_cores"`` on others.
     split_keys : int, "fastest" or None
         As for `TreeAttention.plan`; without meaning for float32.
     workspace_limit : int
