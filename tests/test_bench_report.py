@@ -600,11 +600,12 @@ class TestCommandLine:
         assert run.stderr.count("\n") == 1
 
 
-@pytest.fixture
-def committed() -> Path:
-    if not any(COMMITTED.glob("*.json")):
-        pytest.skip(f"no results in {COMMITTED.relative_to(REPOSITORY)}")
-    return COMMITTED
+@pytest.fixture(params=[".", "grid"])
+def committed(request: pytest.FixtureRequest) -> Path:
+    folder: Path = COMMITTED / request.param
+    if not any(folder.glob("*.json")):
+        pytest.skip(f"no results in {folder.relative_to(REPOSITORY)}")
+    return folder
 
 
 class TestCommittedResults:

@@ -644,17 +644,21 @@ def free_bytes() -> int:
     return int(cuda.current_context().get_memory_info()[0])
 
 
+def loses_by_each(free: list[int]) -> bool:
+    """Whether there was less memory after each batch than after the one before."""
+    return all(before > after for before, after in pairwise(free))
+
+
 @pytest.mark.gpu
 def test_ten_thousand_rounds_leave_nothing_behind() -> None:
-    # What is done for the first time makes the driver load code and grow its pools, in chunks of 2 MB, and
-    # other processes use the device too; but what leaks is lost anew by each use. So one batch of uses warms
-    # up, in which all kinds of copies are made, and of the two that follow, which are its equals, not both
-    # may have less memory at their end.
+    # What is done for the first time makes the driver load code and grow its pools, in chunks of 2 MB. So one
+    # batch of uses warms up, in which all kinds of copies are made; those that follow are its equals. Other
+    # processes may take memory of the device, too, but what leaks is lost by every batch, of however many.
     gc.collect()
     gc.freeze()  # what was there before need not be searched for garbage after every use
     try:
         owned, free = [], []
-        for _ in range(3):
+        while len(free) < 3 or (len(free) < 10 and loses_by_each(free)):
             for _ in range(34):
                 for copies in (None, "direct", "host"):
                     use_group(copies)
@@ -662,8 +666,8 @@ def test_ten_thousand_rounds_leave_nothing_behind() -> None:
             owned.append(own_memory())
     finally:
         gc.unfreeze()
-    assert owned[1:] == owned[:1] * 2
-    assert min(before - after for before, after in pairwise(free)) <= 0, free
+    assert owned[1:] == owned[:1] * (len(owned) - 1)
+    assert not loses_by_each(free), free
 
 
 FAILURE = """
