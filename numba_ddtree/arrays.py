@@ -145,6 +145,23 @@ def _host_bfloat16(tensor: Any) -> NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Address:
+    """An address on a device as kernels take it, a uint64; keeps the owner of what lies there alive.
+
+    Attributes
+    ----------
+    pointer : int
+    owner : object
+        The array that the memory belongs to.
+    """
+
+    dtype: ClassVar = np.dtype(np.uint64)
+    shape: ClassVar = ()
+    pointer: int
+    owner: Any
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceView:
     """An array of any library on a device, as kernels take it; keeps its owner alive.
 
@@ -169,6 +186,11 @@ class DeviceView:
     owner: Any
 
     @property
+    def address(self) -> Address:
+        """The address, for kernels that take it alone."""
+        return Address(self.pointer, self.owner)
+
+    @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
             "shape": self.shape,
@@ -185,23 +207,6 @@ class DeviceView:
         with cuda.gpus[self.device_id]:
             host: NDArray[Any] = cuda.as_cuda_array(self, sync=False).copy_to_host(stream=stream)
         return host.view(self.dtype)  # of bfloat16, the interface tells the size alone
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """An address on a device as kernels take it, a uint64; keeps the owner of what lies there alive.
-
-    Attributes
-    ----------
-    pointer : int
-    owner : object
-        The array that the memory belongs to.
-    """
-
-    dtype: ClassVar = np.dtype(np.uint64)
-    shape: ClassVar = ()
-    pointer: int
-    owner: Any
 
 
 def device_view(name: str, array: Any) -> Any:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_ddtree.arrays import Address
 from numba_ddtree.cuda_target import SIMULATED
 from numba_ddtree.tree_attention.key_rows import KEY_SIGNATURE, Keys, key_arguments
 from numba_ddtree.tree_attention.outputs import output_form
@@ -79,7 +78,7 @@ def result_arguments(work: Work, splits: SplitPlan) -> tuple[Any, ...]:
         splits.partial_sums,
         splits.first_rows,
         splits.num_rest,
-        Address(work.out.pointer, work.out.owner),
+        work.out.address,
         work.lse,
         output_form(work),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from numba_ddtree.arrays import Address
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
 from numba_ddtree.device.memory import load_flat, load_four, store_flat
 from numba_ddtree.launch import Kernel, block_threads
@@ -140,7 +139,7 @@ def launch_merge(transfer: Transfer, work: Work, splits: SplitPlan, workers: int
         splits.partial_sums,
         splits.first_rows,
         splits.num_rest,
-        Address(work.out.pointer, work.out.owner),
+        work.out.address,
         work.lse,
         output_form(work),
     )
