@@ -108,7 +108,7 @@ def make_noise_kernel() -> Any:
     """Kernel that writes the noise of words, exact and approximate, and their generator's words."""
     from numba_ddtree.cuda_target import cuda, uint32
     from numba_ddtree.device.rounded import gumbel
-    from numba_ddtree.token_choice import about_gumbel, most_gumbel, random_word
+    from numba_ddtree.device.row_draw import about_gumbel, most_gumbel, random_word
 
     @cuda.jit
     def noise_kernel(words, exact, about, bound, counted):  # type: ignore[no-untyped-def]
@@ -144,8 +144,10 @@ def check_noise(library: Library, words: NDArray[np.uint32], blocks: int) -> Non
 def make_cut_kernel() -> Any:
     """Kernel that writes where top-k and top-p cut each row off; a row a block."""
     from numba_ddtree.cuda_target import cuda, int32, int64, uint32
+    from numba_ddtree.device.logit_keys import place_token, place_value
+    from numba_ddtree.device.logit_rows import THREADS
     from numba_ddtree.device.rounded import reciprocal32
-    from numba_ddtree.token_choice import BINS, SUMS, THREADS, cut_of_row, place_token, place_value
+    from numba_ddtree.device.row_cut import BINS, SUMS, cut_of_row
 
     @cuda.jit
     def cut_kernel(logits, mask, top_k, top_p, best, temperature, values, tokens):  # type: ignore[no-untyped-def]
@@ -234,7 +236,7 @@ def make_cut_cases(rng: np.random.Generator, rows: int, V: int) -> dict[str, NDA
 
 def check_close_scores(library: Library, rng: np.random.Generator, nodes: int) -> None:
     """Check draws of logits a few ulps apart, at temperatures at which float32 mixes up their scores."""
-    from numba_ddtree.token_choice import THREADS
+    from numba_ddtree.device.logit_rows import THREADS
 
     shape = 2, nodes, 12 * 8 * THREADS
     logits = 3 + rng.integers(0, 64, shape) * np.spacing(np.float32(3))
