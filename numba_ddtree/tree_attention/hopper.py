@@ -34,16 +34,12 @@ from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.hopper_loads import load_keys, load_queries, schedule
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
+from numba_ddtree.tree_attention.hopper_scores import factor_of, grown, sums_of, visible_scores, weigh
 from numba_ddtree.tree_attention.hopper_state import (
     ALIGNMENT,
-    BLOCK,
     BLOCK_BYTES,
     CHUNK_BYTES,
-    COMMON,
-    COUNT,
     FAULT,
-    FIRST,
-    FIRST_ROW,
     GATHERED,
     ITEM_FREE,
     ITEM_FULL,
@@ -55,9 +51,6 @@ from numba_ddtree.tree_attention.hopper_state import (
     LATENT_CHUNKS,
     LEFT_FREE,
     MAXIMA,
-    OF_PATHS,
-    OWN,
-    PREFIX,
     QUERIES_AT,
     QUERIES_FREE,
     QUERIES_FULL,
@@ -83,9 +76,6 @@ from numba_ddtree.tree_attention.key_rows import (
     KEY_SIGNATURE,
     Keys,
 )
-from numba_ddtree.tree_attention.path_blocks import (
-    visible_columns,
-)
 from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arguments
 from numba_ddtree.tree_attention.split_items import (
     TREE_SIGNATURE,
@@ -110,25 +100,11 @@ if not SIMULATED:
         wait_for,
         wait_for_copies_if,
     )
-    from numba_ddtree.device.ptx import (
-        exp2,
-        larger_of,
-        multiply_add,
-        product_of,
-        shared_address_of,
-        sum_of,
-    )
-    from numba_ddtree.device.tile import (
-        row_maxima,
-        row_sums,
-        scale_rows,
-        unit_address,
-    )
+    from numba_ddtree.device.ptx import shared_address_of
+    from numba_ddtree.device.tile import scale_rows, unit_address
     from numba_ddtree.device.wgmma import (
         close_products,
         column_descriptor,
-        exp2_of_scores,
-        keep_columns,
         load_left_words,
         make_pack_tile,
         make_product,
@@ -189,94 +165,6 @@ def rotary_words(item, q_pe, pe_stride):  # type: ignore[no-untyped-def]
     return load_left_words(
         uint64(q_pe + uint64(upper * pe_stride) + column), uint64(q_pe + uint64(lower * pe_stride) + column)
     )
-
-
-@device_routine
-def weigh(scores, scale, maximum_0, maximum_1):  # type: ignore[no-untyped-def]
-    """Probabilities of two rows of scores, and the rows' new maxima."""
-    largest = row_maxima(scores)
-    top_0 = larger_of(largest[0], cuda.shfl_xor_sync(0xFFFFFFFF, largest[0], 1))
-    top_1 = larger_of(largest[1], cuda.shfl_xor_sync(0xFFFFFFFF, largest[1], 1))
-    top_0 = larger_of(top_0, cuda.shfl_xor_sync(0xFFFFFFFF, top_0, 2))
-    top_1 = larger_of(top_1, cuda.shfl_xor_sync(0xFFFFFFFF, top_1, 2))
-    top_0 = larger_of(maximum_0, product_of(top_0, scale))
-    top_1 = larger_of(maximum_1, product_of(top_1, scale))
-    return exp2_of_scores(scores, scale, (origin_of(top_0), origin_of(top_1))), top_0, top_1
-
-
-@device_routine
-def origin_of(maximum):  # type: ignore[no-untyped-def]
-    """Return what is subtracted of scores: the maximum, or 0 of a row that has seen nothing yet."""
-    return maximum if maximum > float32(-np.inf) else float32(0)
-
-
-@device_routine
-def factor_of(old, new):  # type: ignore[no-untyped-def]
-    """Return what sums are multiplied by when a row's maximum changes."""
-    return exp2(sum_of(old, -origin_of(new)))
-
-
-@device_routine
-def sum_of_quad(value):  # type: ignore[no-untyped-def]
-    value = sum_of(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1))
-    return sum_of(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 2))
-
-
-@device_routine
-def sums_of(powers, rounded):  # type: ignore[no-untyped-def]
-    """Return sums of a block's probabilities over two rows, as they are and rounded, to all their lanes."""
-    exact = row_sums(powers)
-    return (
-        sum_of_quad(exact[0]),
-        sum_of_quad(exact[1]),
-        sum_of_quad(rounded[0]),
-        sum_of_quad(rounded[1]),
-    )
-
-
-@device_routine
-def grown(sums, factors, base, row, below, last, added):  # type: ignore[no-untyped-def]
-    """Two rows' sums after a pair: those of its first block are in shared memory, of the second given."""
-    exact_0 = multiply_add(sums[0], factors[0], float_at(base, uint32(uint32(SUMS) + row)))
-    exact_1 = multiply_add(sums[1], factors[1], float_at(base, uint32(uint32(SUMS) + below)))
-    rounded_0 = multiply_add(sums[2], factors[0], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + row)))
-    rounded_1 = multiply_add(sums[3], factors[1], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + below)))
-    return (
-        multiply_add(exact_0, last[0], added[0]),
-        multiply_add(exact_1, last[1], added[1]),
-        multiply_add(rounded_0, last[0], added[2]),
-        multiply_add(rounded_1, last[1], added[3]),
-    )
-
-
-@device_routine
-def visible_scores(scores, item, seen, record, heads, sees_prefix, scale):  # type: ignore[no-untyped-def]
-    """Scores of a block, -inf where its rows do not see a key.
-
-    They are scaled here only by what is not positive, which turns the largest into the least.
-    """
-    if not scale > float32(0):
-        scores = scale_rows(scores, (scale, scale))
-    if word_at(record, KIND) == OF_PATHS:
-        row, quad = row_of_lane()
-        first_row, first_seen = (
-            word_at(item, FIRST_ROW),
-            int32(0) if sees_prefix != 0 else word_at(item, PREFIX),
-        )
-        first = int32(uint32(first_row) // uint32(heads))
-        node_0 = int32(int32(uint32(uint32(first_row) + row) // uint32(heads)) - first)
-        node_1 = int32(int32(uint32(uint32(first_row) + row + uint32(8)) // uint32(heads)) - first)
-        block, count = word_at(record, BLOCK), word_at(record, COUNT)
-        common, own = word_at(record, COMMON), word_at(record, OWN)
-        place_0 = int32(node_0 - word_at(record, FIRST))
-        place_1 = int32(node_1 - word_at(record, FIRST))
-        bits_0 = visible_columns(block, common, own, place_0, count, word_at(seen, row), first_seen)
-        seen_1 = word_at(seen, uint32(row + uint32(8)))
-        bits_1 = visible_columns(block, common, own, place_1, count, seen_1, first_seen)
-        shift = uint64(quad << uint32(1))
-        scores = keep_columns(scores, uint64(bits_0 >> shift), uint64(bits_1 >> shift))
-        cuda.syncwarp()
-    return scores
 
 
 def make_kernel(number: str, name: str) -> Any:
