@@ -23,7 +23,7 @@ import numba_ddtree
 from inputs import LOG_PROB_KINDS, make_token_ids
 from numba_ddtree import ArgumentError, TreeStatus, tree_build
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.device import tree_few, tree_sums
+from numba_ddtree.device import tree_few, tree_kernel, tree_sums
 
 pytestmark = [
     pytest.mark.skipif(not SIMULATED, reason="the simulator is off"),
@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-LARGE = tree_build.SMALL_BUDGET + 1
+LARGE = tree_kernel.SMALL_BUDGET + 1
 """A largest budget for which `device.tree_few` does nothing."""
 
 
@@ -66,7 +66,7 @@ def test_levels_that_do_not_fit_are_made_anew(monkeypatch: pytest.MonkeyPatch, s
         pytest.fail("nodes are popped one by one, though there is room for a tenth more than the budget")
 
     monkeypatch.setattr(tree_build, "capacity_for", lambda budget: budget + budget // 10)
-    monkeypatch.setattr(tree_build, "pop_tree", refusing)
+    monkeypatch.setattr(tree_kernel, "pop_tree", refusing)
     monkeypatch.setattr(tree_sums, "expand_level", recording)
     log_probs = make_rows(rng, "realistic", 6, 8)
     check_build(numba_library(), log_probs, make_token_ids(rng, 1, 6, 8), 40)
@@ -87,7 +87,7 @@ def recorded_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
         return record
 
     for name in names:
-        module = tree_build if hasattr(tree_build, name) else tree_few
+        module = tree_kernel if hasattr(tree_kernel, name) else tree_few
         monkeypatch.setattr(module, name, recording(name, getattr(module, name)))
     return calls
 
