@@ -16,6 +16,7 @@ import pytest
 from bench.attention_bench import GRID, MAIN, AttentionBench
 from bench.attention_inputs import Inputs, Pool
 from bench.attention_shapes import SPLITS, TABLE, grid
+from bench.conftest import attention_kernels
 from numba_ddtree import DraftTree, verify_attention
 from numba_ddtree.cases import ATTENTION_CASES, AttentionCase, RoundInputs, reference_tree
 from numba_ddtree.refs import tree_attention as reference
@@ -36,7 +37,7 @@ of_table = pytest.mark.parametrize("shape", TABLE, ids=str)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config = metafunc.config
     if "kernel" in metafunc.fixturenames:
-        metafunc.parametrize("kernel", config.getoption("--attention-kernels").split(","))
+        metafunc.parametrize("kernel", attention_kernels(config))
     if "grid_shape" in metafunc.fixturenames:
         shapes = list(grid()) if config.getoption("--full-attention") else []
         metafunc.parametrize("grid_shape", shapes, ids=str)
@@ -123,7 +124,7 @@ def pools() -> list[Pool]:
 def attention_bench(request, recorder, torch, pools) -> AttentionBench:
     if not pools:
         pools.append(Pool(torch, "cuda"))
-    kernels = request.config.getoption("--attention-kernels").split(",")
+    kernels = attention_kernels(request.config)
     return AttentionBench(torch, lambda: request.getfixturevalue("benchmark"), recorder, pools[0], kernels)
 
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bench.results_schema import CaseValue, Results, Row
 from numba_ddtree.devices import find_device_fault
 from numba_ddtree.environment import driver_version
+from numba_ddtree.tree_attention.kernels import HOPPER, TENSOR_CORES, choose_kernel
 
 TIMING = (
     "kernels: device time by CUDA-graph replays of 20 calls each, median of 20 replays; "
@@ -45,9 +47,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--attention-kernels",
         metavar="NAME,...",
-        default="tensor_cores",
-        help="the kernels of 16-bit tree attention that are timed (default: %(default)s)",
+        help="the kernels of 16-bit tree attention that are timed (default: all that the device has)",
     )
+
+
+def attention_kernels(config: pytest.Config) -> list[str]:
+    """Return the kernels of 16-bit tree attention that are to be timed."""
+    given = config.getoption("--attention-kernels")
+    if given is None:
+        has_all = DEVICE_FAULT is None and choose_kernel(None, np.dtype(np.float16)) == HOPPER
+        return [TENSOR_CORES, HOPPER] if has_all else [TENSOR_CORES]
+    names: list[str] = given.split(",")
+    if not set(names) <= {TENSOR_CORES, HOPPER}:
+        raise pytest.UsageError(
+            f"--attention-kernels: {given!r} names others than {TENSOR_CORES} and {HOPPER}"
+        )
+    return names
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:

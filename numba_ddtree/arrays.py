@@ -272,7 +272,8 @@ def _any_view(array: Any) -> DeviceView:
     shape = tuple(memory.shape)
     steps = c_strides(shape, 1) if memory.strides is None else memory.strides
     strides = tuple(step * dtype.itemsize for step in steps)
-    return DeviceView(memory.ptr, shape, strides, dtype, memory.device_id, array)
+    # The view, too, since what was exported may be a copy.
+    return DeviceView(memory.ptr, shape, strides, dtype, memory.device_id, (array, memory))
 
 
 def c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

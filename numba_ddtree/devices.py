@@ -178,10 +178,15 @@ def launch_stream(handle: int) -> Any:
     return Stream.from_handle(handle) if handle else LEGACY_DEFAULT_STREAM
 
 
-def use_reference(backend: str | None, placement: Placement) -> bool:
-    """Whether a call runs the numpy reference: None and ``"cuda"`` say no, ``"numpy"`` says yes."""
-    if backend not in (None, "cuda", "numpy"):
+def use_reference(backend: str | None, placement: Placement, stream: StreamLike) -> bool:
+    """Whether a call runs the numpy reference: None and ``"cuda"`` say no, ``"numpy"`` says yes.
+
+    The reference runs at once, on no stream and for no later launch.
+    """
+    if backend is not None and not (isinstance(backend, str) and backend in ("cuda", "numpy")):
         raise ArgumentError("backend", repr(backend), "None, 'cuda' or 'numpy'")
     if backend == "numpy" and not placement.on_host:
         raise ArgumentError("backend", f"'numpy' with {placement}", "host arrays with the numpy backend")
+    if backend == "numpy" and stream is not None:
+        raise ArgumentError("stream", type(stream).__name__, "None with the numpy backend: it runs at once")
     return backend == "numpy"

@@ -316,7 +316,7 @@ def draft_topk(
     default = _check_temperature(temperature) if has_one_temperature else 1.0
     if out is not None and not isinstance(out, DraftCandidates):
         raise ArgumentError("out", type(out).__name__, "a numba_ddtree.DraftCandidates")
-    runs_reference = use_reference(backend, placement)
+    runs_reference = use_reference(backend, placement, stream)
     if placement.on_host or validate:
         host: list[Any] = [None if view is None else to_host(name, view) for name, view in views.items()]
         _check_values(*host)

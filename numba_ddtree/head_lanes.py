@@ -31,7 +31,7 @@ class HeadLanes:
 
     As tensor parallel ranks have it: a head's queries are on one lane, which has the whole latent cache and
     the tree, since all heads share them. Kimi K2's 64 heads on 8 lanes are 8 each. A head's results are
-    those of one lane with all of them, to the bit.
+    those of one lane with all of them, to the bit, on devices of one kind.
 
     Attributes
     ----------

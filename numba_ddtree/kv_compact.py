@@ -8,12 +8,13 @@ the path, so that what it reads later was not written before, and no thread touc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_ddtree.arrays import StreamLike, at, check_indices, first_where, flat, gather, to_host
+from numba_ddtree.arrays import DeviceView, StreamLike, at, check_indices, first_where, flat, gather, to_host
 from numba_ddtree.cuda_target import cuda, device_function, int32, int64, uint32, uint64
 from numba_ddtree.device.words import WORD_ACCESS
 from numba_ddtree.devices import use_reference
@@ -212,7 +213,7 @@ def compact_kv(
     )
     del views["caches"]
     views = _checked(views, caches)
-    runs_reference = use_reference(backend, caches.placement)
+    runs_reference = use_reference(backend, caches.placement, stream)
     if caches.placement.on_host or validate:
         path = [to_host(name, views[name]) for name in PATH]
         pages, kv_indptr = pages_on_host(views)
@@ -282,6 +283,8 @@ def _launch(caches: KVCaches, views: dict[str, Any], stream: StreamLike) -> None
         if (layers := caches.table) is None:
             on_device = [transfer.update(f"caches[{i}]", view) for i, view in enumerate(caches.views)]
             layers = transfer.input(layer_table(on_device))
+        if isinstance(layers, DeviceView):  # which alone says where the caches are
+            layers = replace(layers, owner=(layers.owner, caches.views))
         transfer.launch(
             COMPACT_KV,
             caches.num_layers * batch,

@@ -369,6 +369,8 @@ class DeviceLane(Lane):
         """Free what there is, in a context that may be broken; return the first fault."""
         events = self._begun, self._ended, self._done
         (unusable,) = driver.cuCtxPushCurrent(self.context)
+        if not unusable:
+            driver.cuCtxSynchronize()  # a caller's stream may still gather; faults were told by `synchronize`
         found = None
         for resource in (*self._graphs.values(), *self._buffers, *events, self.stream):
             try:

@@ -29,6 +29,7 @@ def device_us(call: Callable[[StreamLike], object], repeats: int = 20) -> float:
     device = Device()
     device.set_current()
     stream = device.create_stream()
+    device.sync()  # inputs may be under way on the default stream, which this one does not wait for
     call(stream)  # compiles, and raises limits, which a capture cannot hold
     stream.sync()
     builder = stream.create_graph_builder().begin_building()

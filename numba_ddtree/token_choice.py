@@ -336,7 +336,7 @@ def choose_tokens(
         raise ArgumentError("positions", None, "the nodes' positions, since tokens may be drawn")
     if placement.on_host or validate:
         _check_values(views)
-    if use_reference(backend, placement):
+    if use_reference(backend, placement, stream):
         tokens = reference.choose_tokens(*_reference_inputs(views, numbers))
         if out is None:
             return tokens

@@ -99,11 +99,13 @@ class Transfer:
         if not isinstance(view, np.ndarray):
             return view
         host = np.ascontiguousarray(view)
-        if SIMULATED or host.dtype != bfloat16:
-            return device_view("input", cuda.to_device(host, stream=self.stream))
-        # As its bits, since numpy's buffers cannot name bfloat16.
-        bits = device_view("input", cuda.to_device(host.view(np.uint16), stream=self.stream))
-        return replace(bits, dtype=host.dtype)
+        # bfloat16 as its bits, since numpy's buffers cannot name it.
+        bits = host.view(np.uint16) if host.dtype == bfloat16 and not SIMULATED else host
+        copied = device_view("input", cuda.to_device(bits, stream=self.stream))
+        if self._sequence is not None and not SIMULATED:
+            # A small copy may return before it is done, and the launches' stream need not wait for it.
+            cuda.default_stream().synchronize()
+        return copied if bits is host else replace(copied, dtype=host.dtype)
 
     def output(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any = None) -> Any:
         """Return a result as the kernel's argument: the caller's own array, or a new one."""

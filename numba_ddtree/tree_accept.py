@@ -214,7 +214,7 @@ def accept_tree(
     if checks_values:
         _check_tokens(*(to_host(name, views[name]) for name in ("target_tokens", "num_nodes")))
     outputs_given = None if out is None else arrays_of("out", out, AcceptResult)
-    if use_reference(backend, placement):
+    if use_reference(backend, placement, stream):
         result = _run_reference(views, tree.max_depth, ignores_all)
         if out is None or outputs_given is None:
             return result

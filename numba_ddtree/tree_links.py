@@ -281,7 +281,7 @@ def tree_from_visibility(
     batch, slots, _ = mask.shape
     check_array("visibility", mask, (np.bool_,), B=batch, N=slots, N_=slots)
     views = _checked(views, batch, slots)
-    use_reference(backend, placement)
+    use_reference(backend, placement, stream)
     if placement.on_host or validate:
         given = _host_inputs({"num_nodes": views["num_nodes"]}, batch, slots)
         parents = reference.parents_from_visibility(to_host("visibility", mask), *given)
@@ -356,7 +356,7 @@ def _from_parents(
     batch, slots = views["token_ids"].shape
     if max_depth is not None:
         max_depth = check_count("max_depth", max_depth, 0, slots - 1)
-    runs_reference = use_reference(backend, placement)
+    runs_reference = use_reference(backend, placement, stream)
     if placement.on_host or validate:
         parents, token_ids, num_nodes, prefix_lengths = _host_inputs(views, batch, slots)
         check_parents("parents", parents, num_nodes)

@@ -33,6 +33,7 @@ class MadeUpDevice:
     def __init__(self) -> None:
         self.allocated: list[DeviceView] = []
         self.launches: list[tuple[Work, SplitPlan]] = []
+        self.kernels: list[str] = []  # of the launches
         self.capability = (9, 0)
         self.shared_limit = 227 * 1024
         self.next_address = 1 << 40
@@ -43,8 +44,12 @@ class MadeUpDevice:
         self.allocated.append(array)
         return array, array
 
-    def launch(self, transfer: Any, work: Work, splits: SplitPlan) -> None:
-        self.launches.append((work, splits))
+    def launcher_of(self, kernel: str) -> Any:
+        def launch(transfer: Any, work: Work, splits: SplitPlan) -> None:
+            self.launches.append((work, splits))
+            self.kernels.append(kernel)
+
+        return launch
 
 
 def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
@@ -68,7 +73,7 @@ def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
     monkeypatch.setattr(transfer_module.Transfer, "_allocate", lambda _, *given: made_up.allocate(*given))
     monkeypatch.setattr(calls, "_nothing", lambda _: (nothing, no_rows, no_word))
     for module in (plan, calls):
-        monkeypatch.setattr(module, "launcher_of", lambda _: made_up.launch)
+        monkeypatch.setattr(module, "launcher_of", made_up.launcher_of)
     return made_up
 
 

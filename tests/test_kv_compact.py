@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_checks import Library, check_compaction, numba_library, numpy_library
 from libraries import LIBRARIES, side_stream
+from made_up_device import make_up_device, view
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from inputs import bad_compaction, compaction_past_the_pages, make_compaction, make_paths
 from numba_ddtree import ArgumentError, BackendError
+from numba_ddtree.arrays import DeviceView
+from numba_ddtree.cuda_target import SIMULATED
 from numba_ddtree.devices import find_device_fault
 from numba_ddtree.kv_caches import KVCaches
 from numba_ddtree.kv_compact import compact_kv as compact
+from numba_ddtree.launch import Kernel, LaunchSequence
 from numba_ddtree.refs.kv_compact import compact_kv, page_lists
 
 PAGINGS = ("contiguous", "block_table", "kv_indptr")
@@ -145,6 +152,46 @@ def test_a_slice_of_a_fused_cache_moves_by_itself(rng: np.random.Generator) -> N
     compact(fused[..., :512], **given.arrays, backend="numpy")
     np.testing.assert_array_equal(fused[..., :512], whole[..., :512])
     np.testing.assert_array_equal(fused[..., 512:], before[..., 512:])
+
+
+class Owner:
+    """What memory belongs to."""
+
+
+@pytest.mark.skipif(SIMULATED, reason="arrays of the simulator have no addresses")
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_a_sequence_keeps_the_caches(monkeypatch: pytest.MonkeyPatch, is_planned: bool) -> None:
+    make_up_device(monkeypatch)
+    copies: list[DeviceView] = []
+
+    def to_device(array: NDArray[Any], stream: Any) -> DeviceView:
+        copies.append(view(1 << 33, array.shape, array.dtype))
+        return copies[-1]
+
+    nothing = SimpleNamespace(synchronize=lambda: None)
+    target = SimpleNamespace(to_device=to_device, default_stream=lambda: nothing, synchronize=lambda: None)
+    monkeypatch.setattr("numba_ddtree.transfer.cuda", target)
+    monkeypatch.setattr("numba_ddtree.cuda_target.cuda", target)
+    launches: list[Any] = []
+
+    def prepare(_: Any, blocks: int, *given: Any, **__: Any) -> Any:
+        launches.append(given)
+        return SimpleNamespace(arguments=given)
+
+    monkeypatch.setattr(Kernel, "prepare", prepare)
+    owner = Owner()
+    cache = replace(view(1 << 32, (2, 4, 16, 8), np.float32), owner=owner)
+    kept, sequence = weakref.ref(owner), LaunchSequence()
+    path = [view(4096 * (i + 1), shape, np.int32) for i, shape in enumerate(((4,), (4, 3), (4,)))]
+    compact(KVCaches.plan(cache) if is_planned else cache, *path, stream=sequence)
+    del owner, cache
+    gc.collect()
+    assert copies
+    assert kept() is not None
+    sequence.launches.clear()
+    launches.clear()
+    gc.collect()
+    assert kept() is None
 
 
 def test_an_empty_batch_moves_nothing() -> None:

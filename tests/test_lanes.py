@@ -225,6 +225,9 @@ class MadeUpDriver:
     def cuCtxPopCurrent(self) -> tuple[Any, int]:  # noqa: N802
         return OK, self.current.pop()
 
+    def cuCtxSynchronize(self) -> tuple[Any]:  # noqa: N802
+        return (self.states.get(self.current[-1], OK),)
+
     def cuStreamIsCapturing(self, handle: int) -> tuple[Any, Any]:  # noqa: N802
         status = driver.CUstreamCaptureStatus
         is_capturing = handle in self.capturing

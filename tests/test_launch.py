@@ -417,6 +417,17 @@ def test_a_sequence_is_captured(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(library.get(tree.parents), want.parents)
 
 
+@pytest.mark.parametrize("stream", [LaunchSequence(), 7, "current"])
+def test_the_reference_takes_no_stream(rng: np.random.Generator, stream: Any) -> None:
+    log_probs, ids = host_draft(rng)
+    message = rf"^stream: got {type(stream).__name__}; expected None with the numpy backend"
+    with pytest.raises(ArgumentError, match=message):
+        build_tree(log_probs, ids, 20, stream=stream, backend="numpy")
+    tree = build_tree(log_probs, ids, 20, backend="numpy")
+    with pytest.raises(ArgumentError, match=message):
+        accept_tree(tree, np.zeros((len(ids), 21), np.int32), stream=stream, backend="numpy")
+
+
 @pytest.mark.gpu
 def test_scalars_change_between_launches(rng: np.random.Generator) -> None:
     library = numba_library()

@@ -29,6 +29,7 @@ from numba_ddtree.tree_attention import (
     hopper,
     kernels,
     tensor_cores,
+    tensor_maps,
     whole_blocks,
 )
 from numba_ddtree.tree_attention.split_merge import MERGE_SPLITS
@@ -300,11 +301,47 @@ def test_a_lower_limit_of_shared_memory_can_be_tried(
             shared_memory_limit()
 
 
+def test_tensor_maps_are_found_by_where_the_cache_lies(
+    device: MadeUpDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(tensor_maps, "_maps_of", lambda *given: keys.append(given) or MAPS)
+    given = arguments("block_table")
+    for _ in range(2):
+        for name in ("ckv_cache", "kpe_cache"):
+            given[name] = replace(given[name], owner=Owner())
+        numba_ddtree.verify_attention(**given, max_prefix_length=P)
+        assert tensor_maps.key_maps(device.launches[-1][0], 0) == MAPS
+    assert keys[0] == keys[1]
+    owners = [weakref.ref(given[name].owner) for name in ("ckv_cache", "kpe_cache")]
+    del given
+    device.launches.clear()
+    gc.collect()
+    assert [owner() for owner in owners] == [None] * 2  # though the keys live on
+
+
+def test_caches_that_no_map_reaches_are_gathered(device: MadeUpDevice) -> None:
+    given = arguments("block_table")
+    numba_ddtree.verify_attention(**given, max_prefix_length=P)
+    assert tensor_maps.takes_boxes(device.launches[-1][0].keys)
+    wide = given["ckv_cache"]
+    given["ckv_cache"] = replace(wide, strides=(2**40, *wide.strides[1:]))
+    numba_ddtree.verify_attention(**given, max_prefix_length=P)
+    assert not tensor_maps.takes_boxes(device.launches[-1][0].keys)
+
+
+def test_plans_make_no_tensor_maps(device: MadeUpDevice) -> None:
+    for page_size in (None, 64):
+        planned(page_size=page_size)
+        assert not tensor_maps.takes_boxes(device.launches[-1][0].keys)
+
+
 def test_a_tail_has_one_split_and_no_memory(device: MadeUpDevice) -> None:
     results = {"out": view(5 << 32, (B, N, H, 512), np.float32), "lse": view(6 << 32, (B, N, H), np.float32)}
     numba_ddtree.tree_tail_attention(**arguments("block_table"), **results)
     work, splits = device.launches[-1]
     assert (work.sees_prefix, work.out.dtype) == (False, np.float32)
+    assert device.kernels == ["tensor_cores"]
     assert (splits.max_splits, splits.partials.shape, splits.partial_sums.shape) == (1, (1, 1), (1, 1))
     assert not device.allocated
 

@@ -51,9 +51,9 @@ _PAGE_INTRODUCTION = """\
 
 # Benchmark results
 
-Generated from the `.json` files in this folder by `python tools/bench_report.py page`; do not edit.
-How times were taken is said with each operation. A ratio is the peer's time over the kernel's: above 1,
-the kernel is faster.
+Generated from the `.json` files in this folder by `python tools/bench_report.py page --results FOLDER`; do
+not edit. How times were taken is said with each operation. A ratio is the peer's time over the kernel's:
+above 1, the kernel is faster.
 """
 
 

@@ -298,6 +298,7 @@ def make_model(
         module.xp.asarray(rotary_table(config, width))
         for width in (config.qk_rope_head_dim, config.draft_head_dim)
     )
+    module.synchronize()  # the model may run on another stream
     return DemoModel(config, module, weights, rotary, draft_rotary, dtype)
 
 

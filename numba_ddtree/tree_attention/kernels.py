@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import shared_memory_limit
+from numba_ddtree.devices import SHARED_MEMORY_VARIABLE, shared_memory_limit
 from numba_ddtree.errors import ArgumentError, BackendError
 from numba_ddtree.tree_attention.hopper_state import SHARED_BYTES
 
@@ -24,12 +24,12 @@ FLOAT32 = np.dtype(np.float32)
 
 def check_kernel(kernel: str | None, dtype: np.dtype[Any]) -> None:
     """Check that there is such a kernel, and that it takes queries and caches of a dtype."""
-    if kernel is not None and kernel not in KERNELS:
+    if kernel is not None and not (isinstance(kernel, str) and kernel in KERNELS):
         raise ArgumentError("kernel", repr(kernel), "None, " + " or ".join(map(repr, KERNELS)))
     if kernel is not None and (kernel == SHARED_SCORES) != (dtype == FLOAT32):
         takes = "float32" if kernel == SHARED_SCORES else "float16 and bfloat16"
         raise ArgumentError(
-            "kernel", f"{kernel!r} with {dtype.name}", f"a kernel of that dtype, for this takes {takes}"
+            "kernel", f"{kernel!r} with {dtype.name}", f"a kernel of that dtype, since this one takes {takes}"
         )
 
 
@@ -52,22 +52,16 @@ def choose_kernel(kernel: str | None, dtype: np.dtype[Any]) -> str:
             'pass backend="numpy" for the reference, or float32'
         )
     capability = tuple(cuda.get_current_device().compute_capability)
-    if capability < LEAST_CAPABILITY:
-        raise ArgumentError(
-            "kernel",
-            f"{kernel or TENSOR_CORES!r} on a device of compute capability {'.'.join(map(str, capability))}",
-            f"a device of {'.'.join(map(str, LEAST_CAPABILITY))} or newer; {SHARED_SCORES!r}, for float32, "
-            "still runs",
-        )
+    got = f"{kernel or TENSOR_CORES!r} on a device of compute capability {'.'.join(map(str, capability))}"
+    least, exact = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, HOPPER_CAPABILITY))
     if kernel == HOPPER and capability != HOPPER_CAPABILITY:
-        raise ArgumentError(
-            "kernel",
-            f"{kernel!r} on a device of compute capability {'.'.join(map(str, capability))}",
-            f"a device of {'.'.join(map(str, HOPPER_CAPABILITY))}, or {TENSOR_CORES!r}",
-        )
+        raise ArgumentError("kernel", got, f"a device of {exact}, or {TENSOR_CORES!r}, from {least} on")
+    if capability < LEAST_CAPABILITY:
+        expected = f"a device of {least} or newer; {SHARED_SCORES!r}, for float32, still runs"
+        raise ArgumentError("kernel", got, expected)
     limit = shared_memory_limit()
     if kernel == HOPPER and limit < SHARED_BYTES:
-        expected = f"{SHARED_BYTES} bytes, or {TENSOR_CORES!r}"
+        expected = f"{SHARED_BYTES} bytes, of the device and in {SHARED_MEMORY_VARIABLE}, or {TENSOR_CORES!r}"
         raise ArgumentError("kernel", f"{kernel!r} with {limit} bytes of shared memory a block", expected)
     has_all = capability == HOPPER_CAPABILITY and limit >= SHARED_BYTES
     return kernel or (HOPPER if has_all else TENSOR_CORES)

@@ -22,7 +22,7 @@ from numba_ddtree.arrays import (
     placement_of,
 )
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import device_context, require_device
+from numba_ddtree.devices import device_context, require_device, use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import LaunchSequence
 from numba_ddtree.transfer import Transfer
@@ -156,7 +156,7 @@ class TreeAttention:
             N = 1. ``"fastest"`` lets the device choose, by the lengths of each run, and gives that
             equality up.
         kernel : {None, "tensor_cores", "hopper", "shared_scores"}
-            As for `verify_attention`. The two kernels of tensor cores do not give the same bits.
+            As for `verify_attention`. ``"tensor_cores"`` and ``"hopper"`` do not give the same bits.
         workspace_limit : int
             Bytes that partial results may take; where more would be needed, fewer tiles are cut along their
             keys to fill a device.
@@ -296,6 +296,7 @@ class TreeAttention:
         has_values = given.placement.on_host or validate
         pages = check_values(given, self.max_prefix_length)[1] if has_values else None
         if self.kernel == REFERENCE:
+            use_reference("numpy", given.placement, stream)  # which refuses a stream
             return run_reference(given, pages, self.out_dtype, out, lse)
         if key is None or given.placement.on_host:
             return self._attend(given, out, lse, stream)
@@ -362,9 +363,12 @@ class TreeAttention:
             cuda.synchronize()  # later calls may be on other streams
 
     def _stand_ins(self, memory: Any) -> Arguments:
-        """Return arguments of one request of the planned sizes, all of them in the same place."""
+        """Return arguments of one request of the planned sizes, all of them in the same place.
+
+        But for the caches, which have no pages: of others, tensor maps would be made.
+        """
         batch, slots, heads = 1, self.num_slots, self.num_heads
-        rows = (1, self.page_size) if self.page_size is not None else (batch, self.max_prefix_length + slots)
+        rows = (0, self.page_size or self.max_prefix_length + slots)
         shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             "q_nope": ((batch, slots, heads, LATENT), self.dtype),
             "q_pe": ((batch, slots, heads, ROPE), self.dtype),

@@ -109,17 +109,18 @@ def split_sizes(
         A split length that is none, or a limit below what workers need for such tiles.
     """
     blocks = -(-(max_prefix_length + max_path) // KEY_BLOCK)
-    if split_keys == FASTEST:
+    is_fastest = isinstance(split_keys, str) and split_keys == FASTEST
+    if is_fastest:
         split_blocks = 0
         max_splits = max(1, min(FASTEST_SPLITS, -(-blocks // FASTEST_LEAST_BLOCKS)))
     else:
         split_blocks = _checked_keys(split_keys, max_prefix_length) // KEY_BLOCK
         max_splits = max(1, -(-blocks // split_blocks))
+    check_count("workspace_limit", workspace_limit, 1, 2**63 - 1)
     if max_splits == 1:
         return SplitSizes(split_blocks, max_splits, 0, 0)
-    check_count("workspace_limit", workspace_limit, 1, 2**63 - 1)
     most_tiles = max(1, min(tiles, MAX_WORKERS))
-    workers = 0 if split_keys == FASTEST else most_tiles
+    workers = 0 if is_fastest else most_tiles
     left = workspace_limit - workers * SLOT_BYTES
     if left < 0:
         expected = f"at least {workers * SLOT_BYTES} bytes, for what tiles' splits have come to"

@@ -200,7 +200,7 @@ def merge_states(
     log_bases = [_log_base("lse_base_a", lse_base_a), _log_base("lse_base_b", lse_base_b)]
     dtype = _output_dtype(views["out_a"].dtype, out_dtype, out)
     shape = tuple(views["out_a"].shape)
-    if use_reference(backend, placement):
+    if use_reference(backend, placement, stream):
         exact = reference.merge_states(*views.values(), lse_base_a, lse_base_b)
         computed = {"out": exact[0].astype(dtype), "lse": exact[1].astype(np.float32)}
         outputs = {name: array for name, array in (("out", out), ("lse", lse)) if array is not None}

@@ -87,7 +87,7 @@ def tree_tail_attention(
     check_kernel(kernel, given.dtype)
     out_dtype = output_dtype(given.dtype, out_dtype, out)
     pages = check_values(given, None)[1] if given.placement.on_host or validate else None
-    if use_reference(backend, given.placement):
+    if use_reference(backend, given.placement, stream):
         return run_reference(given, pages, out_dtype, out, lse, sees_prefix=False)
     if given.dtype == FLOAT32:
         return run_shared_scores(given, MAX_KEYS - MAX_SLOTS, out, lse, stream, sees_prefix=False)

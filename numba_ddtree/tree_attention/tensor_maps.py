@@ -16,11 +16,14 @@ from numba_ddtree.tree_attention.work import KEY_BLOCK, LATENT, ROPE, KeyRows, R
 
 MAP_BYTES = 128
 BOX_COLUMNS = 64
+STRIDE_LIMIT = 2**40  # bytes: of a map's strides, which are less
 
 
 def takes_boxes(keys: KeyRows) -> bool:
-    """Whether each block of keys lies in one page, so that boxes of the cache are blocks."""
+    """Whether each block of keys lies in one page, so that boxes of the cache are blocks, and maps reach."""
     if keys.num_pages == 0 or keys.page_size == 0:
+        return False
+    if max(keys.ckv_page_stride, keys.kpe_page_stride, keys.ckv.stride, keys.kpe.stride) >= STRIDE_LIMIT:
         return False
     return keys.page_table.shape[0] == 0 or keys.page_size % KEY_BLOCK == 0
 
@@ -28,9 +31,10 @@ def takes_boxes(keys: KeyRows) -> bool:
 def key_maps(work: Work, device_id: int) -> int:
     """Return the device address of the maps of a call's latent and rotary rows, one after the other.
 
-    They depend on where the cache lies alone, and stay on the device for good, 256 bytes for each cache,
-    since captured graphs and the launches that plans keep go on using them. The first call for a cache copies
-    them there and waits for that.
+    They depend on where the cache lies alone, and stay on the device for good, since captured graphs and the
+    launches that plans keep go on using them: 256 bytes, which the driver rounds up, for each address, shape
+    and strides ever seen, those of host arrays' copies among them. The first call for a cache copies them
+    there and waits for that.
 
     Raises
     ------

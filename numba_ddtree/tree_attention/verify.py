@@ -109,7 +109,9 @@ def verify_attention(
         Of the output: the queries' or float32; by default that of `out`, or else the queries'.
     kernel : {None, "shared_scores", "tensor_cores", "hopper"}
         By default ``"shared_scores"`` for float32; for float16 and bfloat16 ``"hopper"`` on devices of
-        compute capability 9.0, and ``"tensor_cores"`` on others.
+        compute capability 9.0, and ``"tensor_cores"`` on others and where the environment's
+        ``NUMBA_DDTREE_SHARED_MEMORY`` leaves too little. The reference has no kernels, and the simulator none
+        of 16 bits.
     split_keys : int, "fastest" or None
         As for `TreeAttention.plan`; without meaning for float32.
     workspace_limit : int
@@ -162,7 +164,7 @@ def verify_attention(
     longest, pages = None, None
     if given.placement.on_host or validate:
         longest, pages = check_values(given, bound)
-    if use_reference(backend, given.placement):
+    if use_reference(backend, given.placement, stream):
         return run_reference(given, pages, out_dtype, out, lse)
     if given.dtype == FLOAT32:
         by_default = int(given.views["ckv_cache"].shape[1]) - 1 if longest is None else longest
