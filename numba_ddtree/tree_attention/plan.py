@@ -241,9 +241,10 @@ class TreeAttention:
     ) -> tuple[Array, Array]:
         """Attend as `verify_attention` does, in the planned memory.
 
-        Given `out` and `lse`, it allocates nothing on the device; without `validate` it reads nothing from
-        there and does not synchronise, so that a CUDA graph can capture it: lengths, trees and page tables
-        are read at each replay. Host arrays are copied to the device and results back, which
+        Given `out` and `lse`, it allocates nothing on the device, but that on compute capability 9.0 the
+        first run for a cache makes tensor maps of it, and waits until they are there. Without `validate` it
+        reads nothing from there and does not synchronise, so that a CUDA graph can capture it: lengths, trees
+        and page tables are read at each replay. Host arrays are copied to the device and results back, which
         synchronises.
 
         A run that comes again finds its launches prepared, and has little to do on the host. It has `out`
