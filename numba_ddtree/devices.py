@@ -181,12 +181,18 @@ def launch_stream(handle: int) -> Any:
 def use_reference(backend: str | None, placement: Placement, stream: StreamLike) -> bool:
     """Whether a call runs the numpy reference: None and ``"cuda"`` say no, ``"numpy"`` says yes.
 
-    The reference runs at once, on no stream and for no later launch.
+    `stream` is the caller's, which the reference does not take.
     """
     if backend is not None and not (isinstance(backend, str) and backend in ("cuda", "numpy")):
         raise ArgumentError("backend", repr(backend), "None, 'cuda' or 'numpy'")
     if backend == "numpy" and not placement.on_host:
         raise ArgumentError("backend", f"'numpy' with {placement}", "host arrays with the numpy backend")
-    if backend == "numpy" and stream is not None:
-        raise ArgumentError("stream", type(stream).__name__, "None with the numpy backend: it runs at once")
+    if backend == "numpy":
+        check_no_stream(stream)
     return backend == "numpy"
+
+
+def check_no_stream(stream: StreamLike) -> None:
+    """Refuse a stream, or a `LaunchSequence`, for the reference, which runs at once."""
+    if stream is not None:
+        raise ArgumentError("stream", type(stream).__name__, "None with the numpy backend: it runs at once")

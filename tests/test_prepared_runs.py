@@ -87,7 +87,7 @@ def prepared(device: MadeUpDevice, monkeypatch: pytest.MonkeyPatch) -> list[Note
         for _ in range(2):
             rows = (work.q_nope, work.q_pe, work.keys.ckv, work.keys.kpe)
             arrays = work.ancestor_bits, work.keys.page_table, work.lse
-            transfer.launch(kernel, 1, *arrays, *(each.argument for each in rows), scratch)
+            transfer.launch(kernel, 1, *arrays, *(each.address for each in rows), scratch)
 
     for module in (plan, calls):
         monkeypatch.setattr(module, "launcher_of", lambda _: launch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from attention_checks import (
     exact_in_numpy,
     exact_in_torch,
     make_inputs,
+    plan_for,
     random_inputs,
     same_bits,
     with_rows,
@@ -216,6 +218,16 @@ def test_random_inputs_are_good_and_judged_well(rng: np.random.Generator) -> Non
 def refuses(inputs: CacheInputs, match: str, **options: Any) -> None:
     with pytest.raises(ArgumentError, match=match):
         compute(HOST, inputs, backend="numpy", **options)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_the_reference_takes_no_stream(rng: np.random.Generator, is_planned: bool) -> None:
+    inputs = make_inputs(rng, [5], N=3, H=2)
+    attend: Any = plan_for(HOST, inputs, backend="numpy").run
+    if not is_planned:
+        attend = partial(numba_ddtree.verify_attention, backend="numpy")
+    with pytest.raises(ArgumentError, match=r"^stream: got int; expected None with the numpy backend"):
+        attend(**arguments_of(HOST, inputs), stream=7)
 
 
 @pytest.mark.parametrize("page", [-1, NO_PAGE, -(2**31)])

@@ -142,10 +142,10 @@ def test_a_kernel_is_told_where_everything_is(
     work, splits = device.launches[-1]
     assert (work.batch, work.slots, work.heads, work.max_path) == (B, N, H, N)
     assert (work.dtype, work.sm_scale, work.sees_prefix) == (bfloat16, 0.1, True)
-    assert (work.q_nope.address, work.q_nope.stride) == (1 << 32, 1152)
-    assert (work.q_pe.address, work.q_pe.stride) == ((1 << 32) + 1024, 1152)
+    assert (work.q_nope.pointer, work.q_nope.stride) == (1 << 32, 1152)
+    assert (work.q_pe.pointer, work.q_pe.stride) == ((1 << 32) + 1024, 1152)
     keys = work.keys
-    assert (keys.ckv.address, keys.ckv.stride, keys.kpe.address, keys.kpe.stride) == (
+    assert (keys.ckv.pointer, keys.ckv.stride, keys.kpe.pointer, keys.kpe.stride) == (
         2 << 32,
         1024,
         3 << 32,

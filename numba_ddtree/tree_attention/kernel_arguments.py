@@ -55,9 +55,9 @@ def kernel_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, 
 def input_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, ...]:
     """Return the arguments from `q_nope` to `max_keys`."""
     return (
-        work.q_nope.argument,
+        work.q_nope.address,
         np.int64(work.q_nope.stride),
-        work.q_pe.argument,
+        work.q_pe.address,
         np.int64(work.q_pe.stride),
         *key_arguments(work.keys),
         *tree_arguments(work),

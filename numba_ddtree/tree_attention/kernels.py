@@ -63,8 +63,13 @@ def choose_kernel(kernel: str | None, dtype: np.dtype[Any]) -> str:
     if kernel == HOPPER and limit < SHARED_BYTES:
         expected = f"{SHARED_BYTES} bytes, of the device and in {SHARED_MEMORY_VARIABLE}, or {TENSOR_CORES!r}"
         raise ArgumentError("kernel", f"{kernel!r} with {limit} bytes of shared memory a block", expected)
-    has_all = capability == HOPPER_CAPABILITY and limit >= SHARED_BYTES
-    return kernel or (HOPPER if has_all else TENSOR_CORES)
+    return kernel or (HOPPER if has_hopper() else TENSOR_CORES)
+
+
+def has_hopper() -> bool:
+    """Whether the current device runs the Hopper kernel."""
+    capability = tuple(cuda.get_current_device().compute_capability)
+    return capability == HOPPER_CAPABILITY and shared_memory_limit() >= SHARED_BYTES
 
 
 def launcher_of(kernel: str) -> Callable[..., None]:

@@ -32,10 +32,10 @@ class Keys(NamedTuple):
 def key_arguments(keys: KeyRows) -> Keys:
     """Return what a kernel is launched with."""
     return Keys(
-        keys.ckv.argument,
+        keys.ckv.address,
         np.int64(keys.ckv.stride),
         np.int64(keys.ckv_page_stride),
-        keys.kpe.argument,
+        keys.kpe.address,
         np.int64(keys.kpe.stride),
         np.int64(keys.kpe_page_stride),
         np.int32(keys.page_size),

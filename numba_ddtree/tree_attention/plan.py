@@ -22,7 +22,7 @@ from numba_ddtree.arrays import (
     placement_of,
 )
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import device_context, require_device, use_reference
+from numba_ddtree.devices import check_no_stream, device_context, require_device
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import LaunchSequence
 from numba_ddtree.transfer import Transfer
@@ -297,7 +297,7 @@ class TreeAttention:
         has_values = given.placement.on_host or validate
         pages = check_values(given, self.max_prefix_length)[1] if has_values else None
         if self.kernel == REFERENCE:
-            use_reference("numpy", given.placement, stream)  # which refuses a stream
+            check_no_stream(stream)
             return run_reference(given, pages, self.out_dtype, out, lse)
         if key is None or given.placement.on_host:
             return self._attend(given, out, lse, stream)

@@ -78,7 +78,7 @@ def _encoded(number: str, rows: RowSpan, page_stride: int, width: int, page_size
         driver.cuTensorMapEncodeTiled(
             getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{number}"),
             3,
-            rows.address,
+            rows.pointer,
             [driver.cuuint64_t(size) for size in (width, page_size, pages)],
             [driver.cuuint64_t(stride) for stride in (rows.stride, page_stride)],
             [driver.cuuint32_t(size) for size in (BOX_COLUMNS, KEY_BLOCK, 1)],

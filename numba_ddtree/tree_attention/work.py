@@ -32,22 +32,22 @@ class RowSpan:
 
     Attributes
     ----------
-    address : int
-        Of the first row.
+    pointer : int
+        Address of the first row.
     stride : int
         Bytes from one row to the next.
     owner : object
-        What keeps the memory.
+        The array that the memory belongs to.
     """
 
-    address: int
+    pointer: int
     stride: int
     owner: Any = field(compare=False, repr=False)
 
     @property
-    def argument(self) -> Address:
-        """The address as kernels take it."""
-        return Address(self.address, self.owner)
+    def address(self) -> Address:
+        """The address, as kernels take it."""
+        return Address(self.pointer, self.owner)
 
 
 @dataclass(frozen=True, slots=True)
