@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "simulator"
-TIMEOUT_SECONDS = 600
+TIMEOUT_SECONDS = 1800
 
 
 @pytest.mark.skipif(
