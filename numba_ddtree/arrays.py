@@ -9,7 +9,7 @@ without synchronising. bfloat16, which numpy itself has not, is the dtype of `ml
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias
@@ -300,7 +300,10 @@ def to_host(name: str, array: Any) -> NDArray[Any]:
 
 
 def copy_to_outputs(arrays: dict[str, NDArray[Any]], outputs: dict[str, Any]) -> None:
-    """Copy a reference's results into the caller's own host arrays, once all are found to fit."""
+    """Copy a reference's results into the caller's own host arrays, once all are found to fit.
+
+    Both are by the names that the caller knows the arrays by.
+    """
     for name, array in arrays.items():
         check_output(name, host_output(name, outputs[name]), array.shape, array.dtype.type)
     for name, array in arrays.items():
@@ -310,15 +313,20 @@ def copy_to_outputs(arrays: dict[str, NDArray[Any]], outputs: dict[str, Any]) ->
 def host_output(name: str, output: Any) -> NDArray[Any]:
     """Return one of the caller's own result arrays, which has to be numpy's and writable."""
     if not isinstance(output, np.ndarray):
-        raise ArgumentError(f"out, {name}", type(output).__name__, "a numpy array")
+        raise ArgumentError(name, type(output).__name__, "a numpy array")
     if not output.flags.writeable:
-        raise ArgumentError(f"out, {name}", "a read-only array", "an array that can be written")
+        raise ArgumentError(name, "a read-only array", "an array that can be written")
     return output
 
 
 def check_output(name: str, view: Any, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
     """Check one of the caller's own result arrays, as `check_array` does."""
-    check_array(f"out, {name}", view, (dtype,), **{f"d{axis}": size for axis, size in enumerate(shape)})
+    check_array(name, view, (dtype,), **{f"d{axis}": size for axis, size in enumerate(shape)})
+
+
+def members_of(name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the arrays that an argument has as its attributes as the caller knows them."""
+    return {f"{name}.{member}": array for member, array in arrays.items()}
 
 
 def check_array(name: str, array: Any, dtypes: tuple[type[np.generic], ...], **dims: int | None) -> None:

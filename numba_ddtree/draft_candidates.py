@@ -34,6 +34,7 @@ from numba_ddtree.arrays import (
     copy_to_outputs,
     first_where,
     gather,
+    members_of,
     to_host,
 )
 from numba_ddtree.device.candidate_merge import merge_pieces_kernel
@@ -324,7 +325,7 @@ def draft_topk(
             result = DraftCandidates(*reference.draft_topk(host[0], k, *_with_defaults(host, default)))
             if out is None:
                 return result
-            copy_to_outputs(result._asdict(), out._asdict())
+            copy_to_outputs(*(members_of("out", each._asdict()) for each in (result, out)))
             return out
     return _launch(placement, views, k, default, pieces_per_row, workspace, out, stream)
 

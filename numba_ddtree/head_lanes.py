@@ -10,10 +10,13 @@ import numpy as np
 from numba_ddtree.arrays import (
     Placement,
     StreamLike,
+    at,
+    check_array,
     check_count,
     check_output,
     device_view,
     gather,
+    host_output,
     placement_of,
 )
 from numba_ddtree.device_group import DeviceGroup, as_core_stream, of_each_lane
@@ -271,18 +274,24 @@ class HeadLanes:
 
     def _checked_parts(self, parts: Sequence[tuple[Array, Array]]) -> Sequence[tuple[Array, Array]]:
         """Check that every lane's results are where the lane is, and of its heads."""
+        rows: dict[str, int | None] = {"B": None, "N": None}
+        latent: int | None = None
+        checked = []
         for lane, heads, attention, own in zip(self.devices, self.heads, self.attentions, parts, strict=True):
+            name = f"results[{lane.index}]"
             if not isinstance(own, list | tuple) or len(own) != 2:
-                raise ArgumentError(f"results[{lane.index}]", type(own).__name__, "out and lse")
-            batch, slots, _, latent = parts[0][0].shape
-            shape = batch, slots, heads.stop - heads.start, latent
+                raise ArgumentError(name, type(own).__name__, "out and lse")
+            count = heads.stop - heads.start
             with lane:
-                placement, views = gather(out=own[0], lse=own[1])
+                placement, views = gather(**{at(name, (place,)): array for place, array in enumerate(own)})
                 if placement.device_id != lane.device_id:
-                    raise ArgumentError("out", placement, str(attention.placement))
-                check_output("out", views["out"], shape, attention.out_dtype.type)
-                check_output("lse", views["lse"], shape[:3], np.float32)
-        return parts
+                    raise ArgumentError(name, placement, str(attention.placement))
+                (out_name, out), (lse_name, lse) = views.items()
+                check_array(out_name, out, (attention.out_dtype.type,), **rows, H=count, D_CKV=latent)
+                rows, latent = dict(zip(rows, out.shape, strict=False)), out.shape[3]
+                check_array(lse_name, lse, (np.float32,), **rows, H=count)
+            checked.append((out, lse) if placement.on_host else own)
+        return checked
 
 
 class HeadGather:
@@ -367,7 +376,10 @@ def _host_array(
     if out is None:
         return lane.put(np.zeros(shape, dtype))
     with lane:
-        check_output(name, gather(out=out)[1]["out"], shape, dtype.type)
+        placement, views = gather(**{name: out})
+        if placement.device_id != lane.device_id:
+            raise ArgumentError(name, placement, f"an array where {lane} is")
+        check_output(name, host_output(name, out) if placement.on_host else views[name], shape, dtype.type)
     return out
 
 

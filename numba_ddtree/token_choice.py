@@ -340,13 +340,13 @@ def choose_tokens(
         tokens = reference.choose_tokens(*_reference_inputs(views, numbers))
         if out is None:
             return tokens
-        copy_to_outputs({"tokens": tokens}, {"tokens": out})
+        copy_to_outputs({"out": tokens}, {"out": out})
         return out
     with Transfer(placement, stream) as transfer:
-        tokens = transfer.output("tokens", views["logits"].shape[:2], np.int32, out)
+        tokens = transfer.output("out", views["logits"].shape[:2], np.int32, out)
         given = {name: transfer.input(_as_kernels_take(name, view)) for name, view in views.items()}
         _launch(transfer, given, numbers, is_greedy, tokens)
-        return transfer.results()["tokens"]
+        return transfer.results()["out"]
 
 
 def _is_number(value: Any) -> bool:

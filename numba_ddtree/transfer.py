@@ -107,10 +107,21 @@ class Transfer:
             cuda.default_stream().synchronize()
         return copied if bits is host else replace(copied, dtype=host.dtype)
 
-    def output(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any = None) -> Any:
-        """Return a result as the kernel's argument: the caller's own array, or a new one."""
+    def output(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: type[np.generic],
+        out: Any = None,
+        *,
+        argument: str | None = None,
+    ) -> Any:
+        """Return a result as the kernel's argument: the caller's own array, or a new one.
+
+        `argument` is what the caller's array is called; by default as the result is.
+        """
         if out is not None:
-            view = self._checked_out(name, shape, dtype, out)
+            view = self._checked_out(argument or name, shape, dtype, out)
         else:
             out, view = self._allocate(name, shape, dtype)
         self._results[name] = out, view
@@ -126,8 +137,11 @@ class Transfer:
         given = {name: None if out is None else getattr(out, name) for name in shapes}
         for name, array in given.items():
             if out is not None and array is None:
-                raise ArgumentError(f"out, {name}", None, "an array")
-        return [self.output(name, shape, dtypes[name], given[name]) for name, shape in shapes.items()]
+                raise ArgumentError(f"out.{name}", None, "an array")
+        return [
+            self.output(name, shape, dtypes[name], given[name], argument=f"out.{name}")
+            for name, shape in shapes.items()
+        ]
 
     def update(self, name: str, view: Any) -> Any:
         """Return an array that the kernel changes in place as its argument; a host array gets it back."""
@@ -157,7 +171,7 @@ class Transfer:
             return self._numba_array(shape, dtype)[1]
         placement = placement_of(name, out)
         if placement.device_id != self._placement.device_id:
-            raise ArgumentError(f"out, {name}", placement, str(self._placement))
+            raise ArgumentError(name, placement, str(self._placement))
         view = device_view(name, out)
         check_output(name, view, shape, dtype)
         return view

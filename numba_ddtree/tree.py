@@ -18,6 +18,7 @@ from numba_ddtree.arrays import (
     check_count,
     copy_to_outputs,
     first_where,
+    members_of,
     to_host,
 )
 from numba_ddtree.errors import ArgumentError
@@ -107,7 +108,8 @@ class DraftTree:
 
     def copy_to(self, out: DraftTree) -> DraftTree:
         """Copy a host tree into the arrays of another of the same shapes, and return that one."""
-        copy_to_outputs(self.arrays(), arrays_of("out", out, DraftTree))
+        given = arrays_of("out", out, DraftTree)
+        copy_to_outputs(*(members_of("out", arrays) for arrays in (self.arrays(), given)))
         return out
 
     @classmethod

@@ -23,6 +23,7 @@ from numba_ddtree.arrays import (
     first_where,
     flat,
     gather,
+    members_of,
     to_host,
 )
 from numba_ddtree.cuda_target import cuda, int32, int64
@@ -218,7 +219,7 @@ def accept_tree(
         result = _run_reference(views, tree.max_depth, ignores_all)
         if out is None or outputs_given is None:
             return result
-        copy_to_outputs(result.arrays(), outputs_given)
+        copy_to_outputs(*(members_of("out", arrays) for arrays in (result.arrays(), outputs_given)))
         return out
     with Transfer(placement, stream) as transfer:
         shapes = result_shapes(batch, tree.max_depth)

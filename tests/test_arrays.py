@@ -351,6 +351,6 @@ def test_results_do_not_go_into_host_arrays_for_device_ones(rng: np.random.Gener
     library = numba_library()
     log_probs, ids = make_log_probs(rng, "flat", 2, 3, 4), make_token_ids(rng, 2, 3, 4)
     with pytest.raises(
-        ArgumentError, match=r"^out, token_ids: got host arrays; expected arrays on CUDA device 0$"
+        ArgumentError, match=r"^out\.token_ids: got host arrays; expected arrays on CUDA device 0$"
     ):
         numba_ddtree.build_tree(library.put(log_probs), library.put(ids), 3, out=build(log_probs, ids, 3))

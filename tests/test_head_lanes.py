@@ -86,12 +86,39 @@ def test_what_cannot_be_gathered_is_refused(rng: np.random.Generator, two: Devic
         ArgumentError, match=r"^results: got 1; expected a list or tuple with one for each of 2"
     ):
         heads.gather(results[:1])
-    with pytest.raises(ArgumentError, match=r"^lane 0 \(host\), out, out: .*d2 = 2"):
+    with pytest.raises(ArgumentError, match=r"^lane 0 \(host\), results\[0\]\[0\]: .*H = 2"):
         heads.gather(results[::-1])
     with pytest.raises(ArgumentError, match=r"^results\[1\]: got ndarray; expected out and lse"):
         heads.gather([results[0], results[1][0]])
-    with pytest.raises(ArgumentError, match=r"^lane 0 \(host\), out, out: got float64 of shape"):
+    with pytest.raises(ArgumentError, match=r"^lane 0 \(host\), out: got float64 of shape"):
         heads.gather(results, out=np.zeros((1, 3, 3, 16)))
+    with pytest.raises(ArgumentError, match=r"^lane 0 \(host\), out: got list; expected a numpy array"):
+        heads.gather(results, out=np.zeros((1, 3, 3, 16), np.float32).tolist())
+
+
+@pytest.mark.parametrize(
+    ("lane", "wrong", "message"),
+    [
+        (
+            0,
+            (0, np.zeros((1, 3, 2))),
+            r"results\[0\]\[0\]: got float64 of shape \(1, 3, 2\); expected float32",
+        ),
+        (0, (0, [[[[1.0]]]]), r"results\[0\]\[0\]: got float64 of shape \(1, 1, 1, 1\); expected float32"),
+        (0, (0, None), r"results\[0\]\[0\]: got None; expected an array"),
+        (1, (0, np.zeros((1, 2, 1, 16), np.float32)), r"results\[1\]\[0\]: got .* \[B = 1, N = 3, H = 1"),
+        (1, (1, np.zeros((1, 3, 2), np.float32)), r"results\[1\]\[1\]: got .* \[B = 1, N = 3, H = 1\]"),
+        (1, (1, np.zeros((1, 3, 1))), r"results\[1\]\[1\]: got float64"),
+    ],
+)
+def test_what_is_wrong_of_the_results_is_named(
+    rng: np.random.Generator, two: DeviceGroup, lane: int, wrong: tuple[int, Any], message: str
+) -> None:
+    heads = plan(two)
+    results = [list(each) for each in heads.run(**arguments(rng, heads))]
+    results[lane][wrong[0]] = wrong[1]
+    with pytest.raises(ArgumentError, match=rf"^lane {lane} \(host\), {message}"):
+        heads.gather(results)
 
 
 # On a device.

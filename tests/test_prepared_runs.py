@@ -345,8 +345,8 @@ def test_values_are_checked_where_they_are_to_be(
     [
         ({"sm_scale": True}, "^sm_scale: got True"),
         ({"sm_scale": float("nan")}, "^sm_scale: got nan"),
-        ({"out": np.zeros((B, N, H, 512), np.float32)}, "^out, out: got host arrays"),
-        ({"lse": view(6 << 32, (B, N, H), np.float64)}, "^out, lse: got float64"),
+        ({"out": np.zeros((B, N, H, 512), np.float32)}, "^out: got host arrays"),
+        ({"lse": view(6 << 32, (B, N, H), np.float64)}, "^lse: got float64"),
         ({"kpe_cache": view(3 << 32, (200, 64, 63), bfloat16)}, "^kpe_cache: got bfloat16"),
         ({"q_nope": view((1 << 32) + 8, (B, N, H, 512), bfloat16)}, "^q_nope: got .* 8 bytes past"),
         ({"block_table": None}, "^ckv_cache: got"),

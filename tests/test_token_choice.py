@@ -298,7 +298,7 @@ GOOD: dict[str, Any] = {
         ({"token_bitmask": np.zeros((2, 2), np.int64)}, "token_bitmask: got int64"),
         ({"num_nodes": [1, 4]}, r"num_nodes\[1\]: got 4; expected a number from 0 to N = 3"),
         ({"num_nodes": [-1, 3]}, r"num_nodes\[0\]: got -1"),
-        ({"out": np.zeros((2, 3), np.int64)}, "out, tokens"),
+        ({"out": np.zeros((2, 3), np.int64)}, "out"),
         ({"backend": "torch"}, "backend"),
     ],
 )

@@ -140,7 +140,7 @@ def test_out_says_the_dtype_of_the_output(rng: np.random.Generator) -> None:
         out = np.full(want.shape, 7, dtype)
         assert numba_ddtree.verify_attention(**given, out=out)[0] is out
         np.testing.assert_array_equal(out, want.astype(dtype))
-    with pytest.raises(ArgumentError, match=r"^out, out: got float16 of shape .*; expected bfloat16"):
+    with pytest.raises(ArgumentError, match=r"^out: got float16 of shape .*; expected bfloat16"):
         numba_ddtree.verify_attention(**given, out=np.zeros(want.shape, np.float16))
 
 

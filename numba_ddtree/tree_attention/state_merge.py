@@ -221,7 +221,7 @@ def merge_states(
             *map(np.float32, log_bases),
             np.int32(shape[-1] // 2),
             np.int32(_form(dtype)),
-            _words("out, out", merged),
+            _words("out", merged),
             _flat(merged_lse),
         )
         results = transfer.results()
@@ -255,7 +255,7 @@ def _output_dtype(dtype: np.dtype[Any], out_dtype: DTypeLike | None, out: Array 
         return checked_dtype("out_dtype", out_dtype, FLOAT_DTYPES)
     if out is not None:
         _, views = gather(out=out)
-        return checked_dtype("out, out", views["out"].dtype, FLOAT_DTYPES)
+        return checked_dtype("out", views["out"].dtype, FLOAT_DTYPES)
     return dtype
 
 
