@@ -279,7 +279,7 @@ def draft_topk(
         logits loaded one by one, which is slower. The reference has no pieces.
     workspace : int64 of shape `draft_topk_workspace_shape`, optional
         Memory on the device for the call's own use, of any content. Allocated by default. Calls that
-        may run at the same time need one each.
+        may run at the same time need one each. None with the numpy backend.
     out : DraftCandidates, optional
         Arrays of the right shapes to write into.
     stream
@@ -318,6 +318,9 @@ def draft_topk(
     if out is not None and not isinstance(out, DraftCandidates):
         raise ArgumentError("out", type(out).__name__, "a numba_ddtree.DraftCandidates")
     runs_reference = use_reference(backend, placement, stream)
+    if runs_reference and workspace is not None:
+        expected = "None, since the numpy backend needs no workspace"
+        raise ArgumentError("workspace", type(workspace).__name__, expected)
     if placement.on_host or validate:
         host: list[Any] = [None if view is None else to_host(name, view) for name, view in views.items()]
         _check_values(*host)

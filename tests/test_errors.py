@@ -410,6 +410,14 @@ QUERIES, CACHE = attention()["q_nope"], attention()["ckv_cache"]
         ({"max_prefix_length": -1}, "max_prefix_length"),
         ({"max_prefix_length": 5.0}, "max_prefix_length"),
         ({"backend": "flash"}, "backend"),
+        ({"split_keys": 100}, "split_keys"),
+        ({"split_keys": 0}, "split_keys"),
+        ({"split_keys": 64.0}, "split_keys"),
+        ({"split_keys": True}, "split_keys"),
+        ({"split_keys": "quickest"}, "split_keys"),
+        ({"split_keys": 2**30 + 64}, "split_keys"),
+        ({"workspace_limit": 0}, "workspace_limit"),
+        ({"workspace_limit": 1e9}, "workspace_limit"),
         ({"out": np.zeros((2, 6, 2, 15), np.float32)}, "out"),
         ({"out": np.zeros((2, 6, 2, 16), np.float64)}, "out"),
         ({"out": [1.0]}, "out"),
@@ -419,6 +427,13 @@ QUERIES, CACHE = attention()["q_nope"], attention()["ckv_cache"]
 )
 def test_verify_attention(changed: dict[str, Any], argument: str) -> None:
     refuses(numba_ddtree.verify_attention, attention() | changed, argument)
+
+
+def test_the_reference_refuses_a_workspace_that_kernels_could_not_work_in() -> None:
+    given = attention() | {"max_prefix_length": 10**6, "workspace_limit": 10}
+    given |= {name: given[name].astype(np.float16) for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")}
+    refuses(numba_ddtree.verify_attention, given, "workspace_limit")
+    numba_ddtree.verify_attention(**(given | {"workspace_limit": 2**30}))
 
 
 def test_attention_writes_nothing_where_one_result_does_not_fit() -> None:

@@ -108,15 +108,16 @@ def split_sizes(
     ArgumentError
         A split length that is none, or a limit below what workers need for such tiles.
     """
+    check_splits(split_keys, workspace_limit)
     blocks = -(-(max_prefix_length + max_path) // KEY_BLOCK)
-    is_fastest = isinstance(split_keys, str) and split_keys == FASTEST
+    is_fastest = split_keys == FASTEST
     if is_fastest:
         split_blocks = 0
         max_splits = max(1, min(FASTEST_SPLITS, -(-blocks // FASTEST_LEAST_BLOCKS)))
     else:
-        split_blocks = _checked_keys(split_keys, max_prefix_length) // KEY_BLOCK
+        keys = default_split_keys(max_prefix_length) if split_keys is None else int(split_keys)
+        split_blocks = keys // KEY_BLOCK
         max_splits = max(1, -(-blocks // split_blocks))
-    check_count("workspace_limit", workspace_limit, 1, 2**63 - 1)
     if max_splits == 1:
         return SplitSizes(split_blocks, max_splits, 0, 0)
     most_tiles = max(1, min(tiles, MAX_WORKERS))
@@ -131,11 +132,17 @@ def split_sizes(
     return SplitSizes(split_blocks, max_splits, rest_tiles, workers)
 
 
-def _checked_keys(split_keys: Any, max_prefix_length: int) -> int:
-    if split_keys is None:
-        return default_split_keys(max_prefix_length)
+def check_splits(split_keys: Any, workspace_limit: Any) -> None:
+    """Check what a caller says of splits, whatever is to be split.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    check_count("workspace_limit", workspace_limit, 1, 2**63 - 1)
+    if split_keys is None or (isinstance(split_keys, str) and split_keys == FASTEST):
+        return
     is_number = isinstance(split_keys, int | np.integer) and not isinstance(split_keys, bool)
     if not is_number or not KEY_BLOCK <= split_keys <= MAX_KEYS or split_keys % KEY_BLOCK != 0:
         expected = f"a multiple of {KEY_BLOCK} up to {MAX_KEYS}, {FASTEST!r} or None"
         raise ArgumentError("split_keys", repr(split_keys), expected)
-    return int(split_keys)

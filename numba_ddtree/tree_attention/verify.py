@@ -22,7 +22,13 @@ from numba_ddtree.tree_attention.calls import (
     run_tensor_cores,
 )
 from numba_ddtree.tree_attention.kernels import FLOAT32, check_kernel, choose_kernel
-from numba_ddtree.tree_attention.splits import MAX_KEYS, WORKSPACE_LIMIT, SplitKeys, split_sizes
+from numba_ddtree.tree_attention.splits import (
+    MAX_KEYS,
+    WORKSPACE_LIMIT,
+    SplitKeys,
+    check_splits,
+    split_sizes,
+)
 from numba_ddtree.tree_attention.work import tiles_of
 
 
@@ -159,18 +165,18 @@ def verify_attention(
         validate=validate,
     )
     check_kernel(kernel, given.dtype)
+    check_splits(split_keys, workspace_limit)
     out_dtype = output_dtype(given.dtype, out_dtype, out)
     bound = checked_bound(given, max_prefix_length)
     longest, pages = None, None
     if given.placement.on_host or validate:
         longest, pages = check_values(given, bound)
-    if use_reference(backend, given.placement, stream):
+    runs_reference = use_reference(backend, given.placement, stream)
+    if runs_reference and given.dtype == FLOAT32:
         return run_reference(given, pages, out_dtype, out, lse)
     if given.dtype == FLOAT32:
         by_default = int(given.views["ckv_cache"].shape[1]) - 1 if longest is None else longest
         return run_shared_scores(given, by_default if bound is None else bound, out, lse, stream)
-    check_tensor_core_limits(given)
-    require_device()
     bound = needed_bound(given) if bound is None else bound
     sizes = split_sizes(
         split_keys,
@@ -179,6 +185,10 @@ def verify_attention(
         tiles=tiles_of(given.batch, given.slots, given.heads),
         workspace_limit=workspace_limit,
     )
+    if runs_reference:
+        return run_reference(given, pages, out_dtype, out, lse)
+    check_tensor_core_limits(given)
+    require_device()
     with device_context(given.placement.device_id):
         chosen = choose_kernel(kernel, given.dtype)
     return run_tensor_cores(given, chosen, sizes, out_dtype, out, lse, stream)
