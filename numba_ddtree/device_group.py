@@ -13,7 +13,13 @@ from cuda.core import Stream
 
 from numba_ddtree.arrays import StreamLike
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import are_linked, launch_stream, require_device, stream_handle
+from numba_ddtree.devices import (
+    are_linked,
+    check_no_stream,
+    launch_stream,
+    require_device,
+    stream_handle,
+)
 from numba_ddtree.driver_faults import fault_text
 from numba_ddtree.errors import ArgumentError, LaneError
 from numba_ddtree.lanes import DeviceLane, Lane
@@ -170,6 +176,7 @@ class DeviceGroup:
 
     def mark(self, stream: StreamLike) -> Any:
         """Return an event of what a stream of the first lane's device has; the next `mark` sets it anew."""
+        self.check_stream(stream)
         if not isinstance(self.home, DeviceLane):
             return None
         self._marked = self._marked or self.home.new_event()
@@ -179,12 +186,18 @@ class DeviceGroup:
 
     def join(self, stream: StreamLike) -> None:
         """Let what a stream does from now on come after what all lanes have; the host goes on."""
+        self.check_stream(stream)
         if isinstance(self.home, DeviceLane):
             target = as_core_stream(stream)
             for lane in self.lanes:
                 event = lane.done()
                 with self.home:
                     target.wait(event)
+
+    def check_stream(self, stream: StreamLike) -> None:
+        """Refuse a caller's stream where the lanes are the host's, which run at once."""
+        if self.on_host:
+            check_no_stream(stream)
 
     def synchronize(self) -> None:
         """Wait for all lanes; raises one `LaneError` that names every lane whose work failed."""

@@ -183,13 +183,24 @@ def use_reference(backend: str | None, placement: Placement, stream: StreamLike)
 
     `stream` is the caller's, which the reference does not take.
     """
-    if backend is not None and not (isinstance(backend, str) and backend in ("cuda", "numpy")):
-        raise ArgumentError("backend", repr(backend), "None, 'cuda' or 'numpy'")
+    check_backend(backend)
     if backend == "numpy" and not placement.on_host:
         raise ArgumentError("backend", f"'numpy' with {placement}", "host arrays with the numpy backend")
     if backend == "numpy":
         check_no_stream(stream)
     return backend == "numpy"
+
+
+def check_backend(backend: str | None) -> None:
+    """Check that there is such a backend."""
+    if backend is not None and not (isinstance(backend, str) and backend in ("cuda", "numpy")):
+        raise ArgumentError("backend", repr(backend), "None, 'cuda' or 'numpy'")
+
+
+def check_library(library: str | None, known: tuple[str, ...]) -> None:
+    """Check that a library is one of those whose arrays can be allocated, or none."""
+    if library is not None and not (isinstance(library, str) and library in known):
+        raise ArgumentError("library", repr(library), " or ".join(map(repr, known)))
 
 
 def check_no_stream(stream: StreamLike) -> None:

@@ -242,6 +242,7 @@ class HeadLanes:
         The parameters and errors are those of `gather`.
         """
         check_count("to", to, 0, len(self.devices) - 1)
+        self.devices.check_stream(stream)
         parts = self._checked_parts(of_each_lane("results", results, self.devices))
         return HeadGather(self, parts, self.devices.lanes[to], out, lse, stream)
 
@@ -357,6 +358,7 @@ class HeadGather:
         return self.out, self.lse
 
     def _stream(self, stream: StreamLike) -> Any:
+        self._heads.devices.check_stream(stream)
         return self._target.stream if stream is None else as_core_stream(stream)
 
 

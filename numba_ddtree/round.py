@@ -392,7 +392,7 @@ class _Stage:
     def run(self, view: Any, placement: Placement, stream: StreamLike) -> None:
         """Run on checked logits."""
         if placement.on_host:
-            self._call(view, backend="numpy")
+            self._call(view, stream=stream, backend="numpy")
         else:
             self._sequence(view).launch(stream_handle(stream, placement))
 

@@ -345,6 +345,7 @@ class RoundLanes:
         LaneError
             A launch failed, by its own fault or that of earlier work.
         """
+        self.devices.check_stream(after)
         marks, reader = [], self._reader
         if after is not None:
             stream = as_core_stream(after)
@@ -374,6 +375,7 @@ class RoundLanes:
         -----
         Neither allocates nor synchronises on a device: events order the copies and what the lanes do next.
         """
+        self.devices.check_stream(stream)
         home = self.devices.home
         target = home.stream if stream is None or self._gathered is None else as_core_stream(stream)
         with home:

@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from numba_ddtree.arrays import FLOAT_DTYPES, HOST, Placement, check_count
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import require_device
+from numba_ddtree.devices import check_backend, check_library, require_device
 from numba_ddtree.draft_candidates import (
     MAX_K,
     MAX_VOCABULARY,
@@ -188,8 +188,8 @@ def _checked_placement(
     library: str | None, device_id: int | None, backend: str | None, caches: KVCaches | None
 ) -> Placement:
     """Return where the round's arrays are to be, which is where its caches are."""
-    if backend not in (None, "cuda", "numpy"):
-        raise ArgumentError("backend", repr(backend), "None, 'cuda' or 'numpy'")
+    check_backend(backend)
+    check_library(library, LIBRARIES)
     of_caches = HOST if caches is None else caches.placement
     if backend == "numpy":
         if library is not None or device_id is not None:
@@ -200,8 +200,6 @@ def _checked_placement(
     else:
         require_device()
         library = library or (of_caches.library if of_caches.library in LIBRARIES else "numba")
-        if library not in LIBRARIES:
-            raise ArgumentError("library", repr(library), " or ".join(map(repr, LIBRARIES)))
         if device_id is None:
             device_id = _current_device() if of_caches.on_host else of_caches.device_id
         placement = Placement(library, check_count("device_id", device_id, 0, len(cuda.gpus) - 1))

@@ -8,6 +8,7 @@ from typing import Any
 
 from numba_ddtree.arrays import Placement, StreamLike, at, check_indices, device_view, first_where, gather
 from numba_ddtree.cuda_target import cuda, int32, uint32
+from numba_ddtree.devices import check_no_stream
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.refs import round_state as reference
@@ -169,6 +170,8 @@ def start_requests(
     """Put requests into the batch; `DDTreeRound.start` describes the parameters and errors."""
     batch = state.root_tokens.shape[0]
     given, views = checked_start(batch, placement, root_tokens, prefix_lengths, remaining, requests)
+    if placement.on_host:
+        check_no_stream(stream)
     if requests is not None and views["requests"].shape[0] == 0:
         return  # to the kernel, an empty array is one that was not given
     if placement.on_host:

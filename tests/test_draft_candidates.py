@@ -178,7 +178,7 @@ LOGITS = np.zeros((B, L, V), np.float32)
         ({"bias": np.zeros(V - 1, np.float32)}, r"^bias: got"),
         ({"bias": np.full(V, np.inf, np.float32)}, r"^bias\[0\]: got inf"),
         ({"out": (LOGITS, LOGITS)}, r"^out: got tuple; expected a numba_ddtree\.DraftCandidates"),
-        ({"workspace": np.zeros((6, 9), np.int64)}, r"^workspace: got ndarray; expected None, since the numpy"),
+        ({"workspace": np.zeros((6, 9), np.int64)}, r"^workspace: got ndarray; expected None, since"),
         ({"workspace": 3}, r"^workspace: got int; expected None"),
         ({"out": DraftCandidates(LOGITS, LOGITS)}, r"^out\.log_probs: got"),
         ({"pieces_per_row": 0}, r"^pieces_per_row: got 0; expected a number from 1 to"),

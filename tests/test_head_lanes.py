@@ -121,6 +121,23 @@ def test_what_is_wrong_of_the_results_is_named(
         heads.gather(results)
 
 
+def test_lanes_of_the_host_take_no_stream(rng: np.random.Generator, two: DeviceGroup) -> None:
+    heads = plan(two)
+    results = heads.run(**arguments(rng, heads))
+    gatherer = heads.plan_gather(results)
+    calls: list[Any] = [
+        lambda stream: heads.gather(results, stream=stream),
+        lambda stream: heads.plan_gather(results, stream=stream),
+        lambda stream: gatherer.run(stream=stream),
+        lambda stream: heads.replay(after=stream),
+        two.fork,
+        two.join,
+    ]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=r"^stream: got int; expected None"):
+            call(7)
+
+
 # On a device.
 
 

@@ -191,6 +191,8 @@ def test_workspaces_are_aligned() -> None:
         ({"library": "torch"}, "library"),
         ({"device_id": 0}, "device_id"),
         ({"backend": "gpu"}, "backend"),
+        ({"backend": np.array(["numpy", "cuda"])}, "backend"),
+        ({"library": np.array(["torch", "cupy"])}, "library"),
         ({"options": {"verify": {}}}, "options"),
         ({"options": {"build_tree": {"chain": True}}}, "options['build_tree']"),
         ({"options": {"build_tree": {"out": None}}}, "options['build_tree']"),
@@ -287,6 +289,20 @@ def test_what_cannot_start_is_refused(changes: dict[str, Any], argument: str) ->
         planned.start(**({"root_tokens": [1, 2], "prefix_lengths": [3, 4]} | changes))
     assert caught.value.argument == argument
     assert planned.state.finish_reason.tolist() == [FinishReason.INACTIVE] * 2
+
+
+def test_a_round_on_the_host_takes_no_stream() -> None:
+    planned = plan()
+    logits, target_logits = np.zeros((2, 3, 8), np.float32), np.zeros((2, 5, 8), np.float32)
+    calls: list[Any] = [
+        lambda stream: planned.start([1], [2], stream=stream),
+        lambda stream: planned.draft(logits, stream=stream),
+        lambda stream: planned.accept(target_logits, stream=stream),
+    ]
+    for call in calls:
+        with pytest.raises(ArgumentError, match=r"^stream: got int; expected None with the numpy backend"):
+            call(7)
+        assert planned.state.finish_reason.tolist() == [FinishReason.INACTIVE] * 2
 
 
 def test_caches_live_where_the_round_does() -> None:

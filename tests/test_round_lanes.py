@@ -130,6 +130,13 @@ def test_only_a_group_has_lanes() -> None:
         plan([None, None])  # type: ignore[arg-type]
 
 
+def test_lanes_of_the_host_take_no_stream(two: DeviceGroup) -> None:
+    rounds = plan(two)
+    for call in (lambda: rounds.gather(stream=7), lambda: rounds.run(after=7)):
+        with pytest.raises(ArgumentError, match=r"^stream: got int; expected None"):
+            call()
+
+
 def test_logits_are_each_lanes_own(two: DeviceGroup) -> None:
     rounds = plan(two)
     logits = np.zeros((2, 2, 8), np.float32)

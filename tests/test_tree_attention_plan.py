@@ -477,6 +477,8 @@ def test_a_workspace_of_the_callers(device: MadeUpDevice) -> None:
         ({"out_dtype": np.float16}, "^out_dtype: got float16; expected bfloat16 or float32"),
         ({"library": "jax"}, "^library: got 'jax'; expected 'torch' or 'cupy' or 'numba'"),
         ({"backend": "flash"}, "^backend: got 'flash'"),
+        ({"backend": np.array(["numpy", "cuda"])}, "^backend: got array"),
+        ({"library": np.array(["torch", "cupy"])}, "^library: got array"),
         ({"device_id": 1}, "^device_id: got 1"),
         ({"backend": "numpy", "library": "torch"}, "^library: got str; expected None, since the numpy"),
         ({"workspace_limit": 0}, "^workspace_limit: got 0"),

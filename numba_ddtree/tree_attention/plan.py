@@ -22,7 +22,13 @@ from numba_ddtree.arrays import (
     placement_of,
 )
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.devices import check_no_stream, device_context, require_device
+from numba_ddtree.devices import (
+    check_backend,
+    check_library,
+    check_no_stream,
+    device_context,
+    require_device,
+)
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import LaunchSequence
 from numba_ddtree.transfer import Transfer
@@ -188,6 +194,7 @@ class TreeAttention:
             check_count("page_size", page_size, 1, MAX_PAGE_SIZE)
         checked = checked_dtype("dtype", dtype, INPUT_DTYPES)
         check_kernel(kernel, checked)
+        check_backend(backend)
         if checked == FLOAT32 and page_size is not None and backend != "numpy":
             expected = "None, since float32 has no kernel for pages; float16 and bfloat16 have"
             raise ArgumentError("page_size", page_size, expected)
@@ -453,10 +460,7 @@ def _planned_placement(
     library: str | None, device_id: int | None, backend: str | None, workspace: Array | None
 ) -> Placement:
     """Return where the workspace is or is to be; the host for the numpy backend."""
-    if backend not in (None, "cuda", "numpy"):
-        raise ArgumentError("backend", repr(backend), "None, 'cuda' or 'numpy'")
-    if library is not None and library not in LIBRARIES:
-        raise ArgumentError("library", repr(library), " or ".join(map(repr, LIBRARIES)))
+    check_library(library, LIBRARIES)
     given = {"library": library, "device_id": device_id, "workspace": workspace}
     if backend == "numpy":
         for name, value in given.items():
