@@ -291,22 +291,31 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Raises
     ------
     BundleError
-        If something is at `path` that is not a regular file.
+        If something is at `path` that is not a regular file, or `path` is a folder's name.
+    OSError
+        If the file cannot be written; it names `path`.
     """
-    target = Path(os.path.realpath(path))
-    # os.replace would put a file in the place of a device node just as readily.
-    if target.exists() and not target.is_file():
-        raise BundleError(f"{os.fspath(path)}: not a regular file; expected a file or nothing there")
+    name = os.fsdecode(path)
+    target = Path(os.path.realpath(name))
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    # Not from tempfile, whose files only their owner may read.
-    file = open(temporary, "xb")  # noqa: SIM115
     try:
-        with file:
-            yield file
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink()
-        raise
+        # os.replace would put a file in the place of a device node just as readily.
+        if not os.path.basename(name) or (target.exists() and not target.is_file()):
+            raise BundleError(f"{name or repr(name)}: not a regular file; expected a file or nothing there")
+        # Not from tempfile, whose files only their owner may read.
+        file = open(temporary, "xb")  # noqa: SIM115
+        try:
+            with file:
+                yield file
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink()
+            raise
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(target), str(temporary)):
+            raise
+        # Of a file that the caller knows by another name, or of writing, which names none.
+        raise OSError(error.errno, error.strerror, name) from error
 
 
 def _align(position: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
+import re
 import struct
 import tempfile
 import zlib
@@ -360,6 +362,41 @@ class TestAtomicFile:
             assert not target.exists()
         assert target.read_bytes() == b"new"
         assert list(tmp_path.iterdir()) == [target]
+
+    @pytest.mark.parametrize("name", ["no/folder/x.kdtr", "x" * 300])
+    def test_errors_name_the_file_that_was_asked_for(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for path in (name, tmp_path / name, os.fsencode(name)):
+            with pytest.raises(OSError, match=r"(No such file|name too long)") as caught:
+                write_bundle(path, sample_tensors())
+            assert caught.value.filename == os.fsdecode(path)
+            assert ".tmp" not in str(caught.value)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_full_disk_is_told_of_the_file(self, tmp_path: Path) -> None:
+        target = tmp_path / "x"
+        with pytest.raises(OSError, match="No space left on device") as caught, atomic_file(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        assert caught.value.filename == str(target)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_errors_of_other_files_stay_as_they_are(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError) as caught, atomic_file(tmp_path / "x"):
+            (tmp_path / "source").read_bytes()
+        assert caught.value.filename == str(tmp_path / "source")
+        with pytest.raises(OSError, match=r"^odd$"), atomic_file(tmp_path / "x"):
+            raise OSError("odd")
+
+    @pytest.mark.parametrize("name", ["", "x.kdtr/", "new/", "."])
+    def test_a_folders_name_is_no_files(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(BundleError, match=rf"^{re.escape(name) or repr(name)}: not a regular file"):
+            write_bundle(name, {})
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestRefusals:

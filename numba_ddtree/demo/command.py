@@ -176,8 +176,6 @@ def _check_writable(path: str) -> None:
             raise _UnwrittenError
     except _UnwrittenError:
         pass
-    except OSError as error:  # it names a file that the caller knows nothing of
-        raise OSError(error.errno, error.strerror, path) from None
 
 
 def _decode_all(
