@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +19,68 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong on stderr, and exit with code 2."""
         self.exit(EXIT_BAD_USE, f"{self.prog}: {message} (see --help)\n")
+
+
+def whole_number(low: int = 0, high: int | None = None) -> Callable[[str], int]:
+    """Make the type of an option that is a whole number from `low` to `high`, ends included."""
+    expected = f"a whole number {_range_text(low, high)}"
+
+    def parse(text: str) -> int:
+        if (number := _number_within(text, low, high)) is None:
+            raise _type_error(text, expected)
+        return number
+
+    return parse
+
+
+def whole_numbers(
+    low: int = 0, high: int | None = None, *, different: bool = False
+) -> Callable[[str], tuple[int, ...]]:
+    """Make the type of an option that is a list of such numbers, with commas between them."""
+    expected = (
+        f"{'different ' if different else ''}whole numbers {_range_text(low, high)}, with commas between"
+    )
+
+    def parse(text: str) -> tuple[int, ...]:
+        numbers = [_number_within(each, low, high) for each in text.split(",")]
+        found = tuple(number for number in numbers if number is not None)
+        if len(found) < len(numbers) or (different and len(set(found)) < len(found)):
+            raise _type_error(text, expected)
+        return found
+
+    return parse
+
+
+def real_number(low: float = -math.inf) -> Callable[[str], float]:
+    """Make the type of an option that is a finite number, `low` or above."""
+    expected = "a finite number" + ("" if low == -math.inf else f" from {low:g} on")
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (low <= number and math.isfinite(number)):
+            raise _type_error(text, expected)
+        return number
+
+    return parse
+
+
+def _number_within(text: str, low: int, high: int | None) -> int | None:
+    """Return a number within the range, or None; one of more digits than Python converts is in no range."""
+    if not (text.isascii() and text.isdecimal()) or len(text) > sys.int_info.str_digits_check_threshold:
+        return None
+    number = int(text)
+    return number if low <= number and (high is None or number <= high) else None
+
+
+def _range_text(low: int, high: int | None) -> str:
+    return f"from {low} on" if high is None else f"from {low} to {high}"
+
+
+def _type_error(text: str, expected: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"got {text!r}; expected {expected}")
 
 
 def run_command(program: str, run: Callable[[], int], faults: tuple[type[Exception], ...]) -> int:

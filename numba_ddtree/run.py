@@ -15,7 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
-from numba_ddtree.command import EXIT_INTERRUPTED, OneLineParser, run_command
+from numba_ddtree.command import (
+    EXIT_INTERRUPTED,
+    OneLineParser,
+    real_number,
+    run_command,
+    whole_number,
+    whole_numbers,
+)
 from numba_ddtree.errors import BackendError, DDTreeError
 
 if TYPE_CHECKING:
@@ -324,10 +331,10 @@ def _add_options(
     """
     settings = {
         "json": {"action": "store_true", "help": "pure JSON on stdout, everything else on stderr"},
-        "seed": {"type": _count, "metavar": "N", "help": "seed of inputs and draws (default: 0)"},
-        "device": {"type": _count, "metavar": "N", "help": "the CUDA device (default: 0)"},
+        "seed": {"type": whole_number(), "metavar": "N", "help": "seed of inputs and draws (default: 0)"},
+        "device": {"type": whole_number(), "metavar": "N", "help": "the CUDA device (default: 0)"},
         "devices": {
-            "type": _devices,
+            "type": whole_numbers(),
             "metavar": "N,N,...",
             "help": "decode on lanes that share the prompts and run at once, one for each device named; a "
             "device named twice has two",
@@ -350,18 +357,18 @@ def _add_options(
             "help": "a file to continue, - for standard input; may be repeated",
         },
         "prompts": {
-            "type": _count,
+            "type": whole_number(),
             "metavar": "N",
             "help": "how many of the shipped prompts, if none is given (default: 4)",
         },
         "budget": {
-            "type": _budgets,
+            "type": whole_numbers(1, MAX_BUDGET, different=True),
             "metavar": "N,N,...",
             "help": "nodes of the draft trees, each decoded (default: 16,64,256)",
         },
-        "max_new_tokens": {"type": _count, "metavar": "N", "help": "bytes to write (default: 128)"},
+        "max_new_tokens": {"type": whole_number(), "metavar": "N", "help": "bytes to write (default: 128)"},
         "temperature": {
-            "type": float,
+            "type": real_number(),
             "metavar": "T",
             "help": "0 (the default): the best token; above: a draw, the same by every decoder of one seed",
         },
@@ -396,23 +403,6 @@ _DECODE_DEFAULTS: dict[str, Any] = {
     "trace": None,
     "plot": None,
 }
-
-
-def _devices(text: str) -> tuple[int, ...]:
-    return tuple(map(_count, text.split(",")))
-
-
-def _budgets(text: str) -> tuple[int, ...]:
-    budgets = tuple(map(_count, text.split(",")))
-    if len(set(budgets)) < len(budgets) or not all(1 <= budget <= MAX_BUDGET for budget in budgets):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of different numbers from 1 to {MAX_BUDGET}")
-    return budgets
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
 
 
 def run_program() -> NoReturn:

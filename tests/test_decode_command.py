@@ -142,6 +142,10 @@ def test_a_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
+BUDGETS = "expected different whole numbers from 1 to 1024, with commas between"
+NO_FOLDER, WRITABLE = "No such file or directory)", "expected a file that can be written"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -149,27 +153,45 @@ def test_a_figure_is_drawn(suffix: str, tmp_path: Path) -> None:
         (["--prompt-file", "missing.py"], "No such file or directory: 'missing.py'"),
         (["--prompt-file", "."], "Is a directory"),
         (["--prompt", "x" * 1000], "--prompt: got 1001 tokens; expected 1 to 896"),
-        (["--budget", "0"], "'0' is no list of different numbers from 1 to 1024"),
-        (["--budget", "1025"], "'1025' is no list"),
-        (["--budget", "4,4"], "'4,4' is no list"),
-        (["--budget", "4,"], "'' is not a whole number"),
-        (["--budget", "many"], "'many' is not a whole number"),
+        (["--budget", "0"], f"argument --budget: got '0'; {BUDGETS}"),
+        (["--budget", "-1"], f"argument --budget: got '-1'; {BUDGETS}"),
+        (["--budget", "1025"], f"argument --budget: got '1025'; {BUDGETS}"),
+        (["--budget", "4,4"], f"argument --budget: got '4,4'; {BUDGETS}"),
+        (["--budget", "4,"], f"argument --budget: got '4,'; {BUDGETS}"),
+        (["--budget", "4,x,2"], f"argument --budget: got '4,x,2'; {BUDGETS}"),
+        (["--budget", "many"], f"argument --budget: got 'many'; {BUDGETS}"),
+        (["--budget", "9" * 5000], BUDGETS),
+        (
+            ["--devices", "0,-1"],
+            "argument --devices: got '0,-1'; expected whole numbers from 0 on, with commas",
+        ),
         (["--max-new-tokens", "0"], ": --max-new-tokens: got 0; expected"),
         (["--max-new-tokens", "1024"], ": --max-new-tokens: got 1024; expected"),
         (["--temperature", "-1"], ": --temperature: got -1"),
-        (["--temperature", "nan"], ": --temperature: got nan"),
+        (["--temperature", "nan"], "argument --temperature: got 'nan'; expected a finite number"),
         (["--dtype", "float16"], "--dtype: invalid choice: 'float16'"),
-        (["--temperature", "warm"], "invalid float value: 'warm'"),
+        (["--temperature", "warm"], "argument --temperature: got 'warm'; expected a finite number"),
         (["--prompts", "0"], "--prompts: got 0; expected a number from 1 to 64"),
         (["--prompts", "65"], "--prompts: got 65"),
-        pytest.param(["--plot", "figure.pdf"], "figure.pdf", marks=with_matplotlib),
-        (["--trace", "no/such/folder.kdtr"], "No such file or directory: 'no/such/folder.kdtr'"),
         pytest.param(
-            ["--plot", "no/such/folder.svg"],
-            "No such file or directory: 'no/such/folder.svg'",
+            ["--plot", "figure.pdf"],
+            ": --plot: got 'figure.pdf'; expected a file name that ends in .svg or .png",
             marks=with_matplotlib,
         ),
-        (["--trace", "."], ".: not a regular file"),
+        (
+            ["--trace", "no/such/folder.kdtr"],
+            f": --trace: got 'no/such/folder.kdtr' ({NO_FOLDER}; {WRITABLE}",
+        ),
+        pytest.param(
+            ["--plot", "no/such/folder.svg"],
+            f": --plot: got 'no/such/folder.svg' ({NO_FOLDER}; {WRITABLE}",
+            marks=with_matplotlib,
+        ),
+        (["--trace", "."], ": --trace: got '.' (not a regular file); expected a file or nothing there"),
+        (["--trace", ""], ": --trace: got '' (not a regular file); expected a file or nothing there"),
+        pytest.param(
+            ["--plot", "figure.svg/"], ": --plot: got 'figure.svg/' (not a regular", marks=with_matplotlib
+        ),
         pytest.param(
             ["--trace", "./both.svg", "--plot", "both.svg"],
             "--trace: got ./both.svg; expected another file",

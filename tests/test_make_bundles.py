@@ -52,7 +52,7 @@ def test_rounds_pass(tmp_path: Path, name: str) -> None:
     ("arguments", "message"),
     [
         (["no_such_case"], "no case 'no_such_case'; there are realistic_b1"),
-        (["--seed", "x"], "'x' is not a whole number"),
+        (["--seed", "x"], "argument --seed: got 'x'; expected a whole number from 0 on"),
         (["--out", __file__], "File exists"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from numba_ddtree.bundle import write_bundle
 from numba_ddtree.cases import ACCEPT_CASES, ATTENTION_CASES, TREE_CASES, AttentionCase, TreeCase
-from numba_ddtree.command import OneLineParser, run_command
+from numba_ddtree.command import OneLineParser, run_command, whole_number
 from numba_ddtree.errors import DDTreeError
 from numba_ddtree.round_bundle import reference_results, round_tensors
 
@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("bundles"), metavar="DIR", help="the folder (default: bundles)"
     )
-    parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="seed of the inputs (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole_number(), default=0, metavar="N", help="seed of the inputs (default: 0)"
+    )
     return parser
 
 
@@ -83,12 +85,6 @@ def _case_name(text: str) -> str:
     if text not in _all_cases():
         raise argparse.ArgumentTypeError(f"no case {text!r}; there are {', '.join(_all_cases())}")
     return text
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from numba_ddtree.demo.stage_times import STAGES
 from numba_ddtree.demo.text import Prompt, given_prompts, readable, shipped_prompts, token_bytes
 from numba_ddtree.demo.trace import Trace
 from numba_ddtree.device_group import DeviceGroup
-from numba_ddtree.errors import ArgumentError
+from numba_ddtree.errors import ArgumentError, BundleError
 from numba_ddtree.reporting import PipeConsole
 from numba_ddtree.tree import AcceptResult, DraftTree
 
@@ -91,15 +91,13 @@ def run_decode(options: argparse.Namespace, backend: Literal["numpy", "cuda"]) -
     Raises
     ------
     ArgumentError
-        An option out of range, or a prompt that is empty or too long.
+        An option out of range, a prompt that is empty or too long, or a file that cannot be written.
     BackendError
         The GPU backend without cupy.
-    BundleError
-        A file to write is something else than a file.
     ImportError
         A figure without matplotlib.
     OSError
-        A file cannot be read or written.
+        A prompt's file cannot be read, or another written after all.
     """
     _check_outputs(options.trace, options.plot)
     prompts = given_prompts(options.prompt, options.prompt_file) or shipped_prompts(options.prompts)
@@ -158,24 +156,31 @@ def _check_outputs(trace: str | None, plot: str | None) -> None:
     if plot is not None:
         from numba_ddtree.plot import check_plot_path
 
-        check_plot_path(plot)
+        try:
+            check_plot_path(plot)
+        except ArgumentError as error:
+            raise ArgumentError("--plot", repr(plot), error.expected) from None
     if trace is not None and plot is not None and os.path.realpath(trace) == os.path.realpath(plot):
         raise ArgumentError("--trace", trace, "another file than that of --plot")
-    for path in (trace, plot):
+    for option, path in (("--trace", trace), ("--plot", plot)):
         if path is not None:
-            _check_writable(path)
+            _check_writable(option, path)
 
 
 class _UnwrittenError(Exception):
     """Leaves a file unwritten."""
 
 
-def _check_writable(path: str) -> None:
+def _check_writable(option: str, path: str) -> None:
     try:
         with atomic_file(path):
             raise _UnwrittenError
     except _UnwrittenError:
         pass
+    except BundleError:
+        raise ArgumentError(option, f"{path!r} (not a regular file)", "a file or nothing there") from None
+    except OSError as error:
+        raise ArgumentError(option, f"{path!r} ({error.strerror})", "a file that can be written") from None
 
 
 def _decode_all(
