@@ -223,14 +223,46 @@ def test_a_simulation_that_disagrees_fails(
     assert "-50.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--batch", "0"], ["--devices", "two"], ["--results", "nowhere"]])
-def test_wrong_use(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--batch", "0"],
+            "argument --batch: got '0'; expected whole numbers from 1 to 1048576, with commas",
+        ),
+        (["--batch", "-1"], "argument --batch: got '-1'; expected whole numbers from 1"),
+        (["--batch", "8,,1"], "argument --batch: got '8,,1'; expected whole numbers"),
+        (["--batch", str(2**64)], "argument --batch: got '18446744073709551616'; expected whole numbers"),
+        (["--budget", "1025"], "argument --budget: got '1025'; expected whole numbers from 1 to 1024"),
+        (["--devices", "two"], "argument --devices: got 'two'; expected whole numbers"),
+        (["--prefix", "-1"], "argument --prefix: got '-1'; expected a whole number from 1 to 16777216"),
+        (["--new-tokens", "0"], "argument --new-tokens: got '0'; expected a whole number from 1"),
+        (["--heads", "1e3"], "argument --heads: got '1e3'; expected a whole number from 1"),
+        (["--layers", "-3"], "argument --layers: got '-3'; expected a whole number from 0"),
+        (["--accept-length", "0"], "argument --accept-length: got '0'; expected a finite number from 1 on"),
+        (["--accept-length", "nan"], "argument --accept-length: got 'nan'; expected a finite number from 1"),
+        (["--accept-length", "x"], "argument --accept-length: got 'x'; expected a finite number from 1"),
+        (
+            ["--accept-length", "5", "--budget", "64,3"],
+            "--accept-length: got 5.0; expected at most 4, the root",
+        ),
+        (["--model-us", "-5"], "argument --model-us: got '-5'; expected a finite number from 0 on"),
+        (["--model-us", "inf"], "argument --model-us: got 'inf'; expected a finite number from 0 on"),
+        (["--seed", "-1"], "argument --seed: got '-1'; expected a whole number from 0 on"),
+        (["--results", "nowhere"], "--results: got 'nowhere'; expected a folder of results"),
+    ],
+)
+def test_wrong_use(
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
-        code = scale_model.main(arguments)
+        code = scale_model.main(["--results", str(folder), *arguments])
     except SystemExit as left:
         code = int(left.code or 0)
     assert code == 2
-    assert capsys.readouterr().err.startswith("scale_model")
+    error = capsys.readouterr().err
+    assert error.startswith(f"scale_model.py: {message}")
+    assert error.count("\n") == 1
 
 
 def test_acceptance_by_budget() -> None:

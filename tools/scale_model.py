@@ -16,9 +16,16 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.results_schema import Results, load_results
-from numba_ddtree.command import OneLineParser, run_command
-from numba_ddtree.errors import DDTreeError
+from numba_ddtree.command import (
+    OneLineParser,
+    real_number,
+    run_command,
+    whole_number,
+    whole_numbers,
+)
+from numba_ddtree.errors import ArgumentError, DDTreeError
 from numba_ddtree.reporting import PipeConsole
+from numba_ddtree.run import MAX_BUDGET
 from tools.scaling.costs import MEASURED_BUDGET, Costs, costs_of
 from tools.scaling.prediction import LaneComparison, Workload, apart_us, overlapped_us, predict, simulate
 
@@ -26,6 +33,9 @@ _FOLDER = Path(__file__).resolve().parent.parent / "bench" / "results"
 _WIDTH = 110
 _TOLERANCE = 0.15  # the closed form leaves out what the split of requests that end together evens out
 _EXIT_APART = 1
+
+# So that the simulation's lengths fit int32, and what is asked for ends.
+MAX_BATCH, MAX_TOKENS, MAX_DEVICES, MAX_HEADS, MAX_LAYERS = 2**20, 2**24, 2**10, 2**16, 2**16
 
 ACCEPT_LENGTHS = {1: 1.81, 4: 3.26, 16: 4.53, 64: 5.26, 256: 5.88}
 """Mean tokens of a round by budget: the demo model's, from the table in the README."""
@@ -48,24 +58,49 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, tokens = parser.add_argument, whole_number(1, MAX_TOKENS)
     add("--results", type=Path, default=_FOLDER, help="the folder of results (default: bench/results)")
-    add("--batch", type=_counts, default=(8, 32, 128), metavar="N,N,...", help="(default: 8,32,128)")
-    add("--budget", type=_counts, default=(16, 64, 256), metavar="N,N,...", help="(default: 16,64,256)")
-    add("--devices", type=_counts, default=(1, 2, 4, 8), metavar="N,N,...", help="(default: 1,2,4,8)")
+    add(
+        "--batch",
+        type=whole_numbers(1, MAX_BATCH),
+        default=(8, 32, 128),
+        metavar="N,N,...",
+        help="(default: 8,32,128)",
+    )
+    add(
+        "--budget",
+        type=whole_numbers(1, MAX_BUDGET),
+        default=(16, 64, 256),
+        metavar="N,N,...",
+        help="(default: 16,64,256)",
+    )
+    add(
+        "--devices",
+        type=whole_numbers(1, MAX_DEVICES),
+        default=(1, 2, 4, 8),
+        metavar="N,N,...",
+        help="(default: 1,2,4,8)",
+    )
     add("--heads-over-devices", action="store_true", help="split heads, and not requests")
-    add("--prefix", type=_count, default=4096, help="mean length of the prompts (default: 4096)")
-    add("--new-tokens", type=_count, default=512, help="tokens that a request writes (default: 512)")
-    add("--heads", type=_count, default=64, help="of the target (default: 64)")
-    add("--layers", type=int, default=61, help="of the target; 0 leaves attention out (default: 61)")
-    add("--accept-length", type=float, help="tokens of a round and request (default: by the budget)")
-    add("--model-us", type=float, default=0.0, help="the models' time a round, without attention")
-    add("--seed", type=int, default=0, help="of the simulation (default: 0)")
+    add("--prefix", type=tokens, default=4096, help="mean length of the prompts (default: 4096)")
+    add("--new-tokens", type=tokens, default=512, help="tokens that a request writes (default: 512)")
+    add("--heads", type=whole_number(1, MAX_HEADS), default=64, help="of the target (default: 64)")
+    add(
+        "--layers",
+        type=whole_number(0, MAX_LAYERS),
+        default=61,
+        help="of the target; 0 leaves attention out (default: 61)",
+    )
+    add("--accept-length", type=real_number(1), help="tokens of a round and request (default: by the budget)")
+    add("--model-us", type=real_number(0), default=0.0, help="the models' time a round, without attention")
+    add("--seed", type=whole_number(), default=0, help="of the simulation (default: 0)")
     add("--json", action="store_true", help="JSON on stdout")
     return parser.parse_args(arguments)
 
 
 def _run(options: argparse.Namespace) -> int:
+    if not options.results.is_dir():
+        raise ArgumentError("--results", repr(str(options.results)), "a folder of results")
     results = load_results(options.results)
     costs = costs_of(results)
     rows = list(_rows(costs, options))
@@ -80,6 +115,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _rows(costs: Costs, options: argparse.Namespace) -> Iterator[dict[str, float]]:
+    _check_accept_length(options.accept_length, costs, options.budget)
     rng = np.random.default_rng(options.seed)
     for batch in options.batch:
         for budget in options.budget:
@@ -106,6 +142,15 @@ def _rows(costs: Costs, options: argparse.Namespace) -> Iterator[dict[str, float
                     "simulated_tokens_per_second": simulated.tokens_per_second,
                     "difference": closed.round_us / simulated.round_us - 1,
                 }
+
+
+def _check_accept_length(given: float | None, costs: Costs, budgets: Sequence[int]) -> None:
+    """Check that the tokens of a round are no more than its drafts and one."""
+    for budget in budgets:
+        most = min(costs.draft_length, budget) + 1
+        if given is not None and given > most:
+            expected = f"at most {most}, the root and the deepest path of a tree of {budget} nodes"
+            raise ArgumentError("--accept-length", given, f"{expected}, L = {costs.draft_length}")
 
 
 def accept_length(budget: int) -> float:
@@ -195,17 +240,6 @@ def _table(title: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"{text} is not above 0")
-    return value
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(map(_count, text.split(",")))
 
 
 if __name__ == "__main__":
