@@ -21,13 +21,14 @@ from tools.demo_training import draft_training, target_training
 from tools.demo_training.corpus import Corpus, is_held_out, sample_prompts, standard_library
 from tools.demo_training.settings import TINY
 from tools.demo_training.torch_model import Target
+from tools.demo_training.training import NUM_PROMPTS, PROMPT_LENGTH
 from tools.demo_training.writing import write_greedily
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    train_demo_model.main([str(folder), "--tiny"])
+    assert train_demo_model.main([str(folder), "--tiny"]) == 0
     return folder
 
 
@@ -51,13 +52,13 @@ def test_the_card_and_the_prompts(folder: Path) -> None:
     assert "bits a byte" in card
     assert f"{(folder / 'demo_model.safetensors').stat().st_size} bytes" in card
     prompts = json.loads((folder / "demo_prompts.json").read_text())
-    assert len(prompts) == train_demo_model.NUM_PROMPTS
+    assert len(prompts) == NUM_PROMPTS
     assert all(is_held_out(prompt["module"]) for prompt in prompts)
-    assert {len(prompt["prompt"]) for prompt in prompts} == {train_demo_model.PROMPT_LENGTH}
+    assert {len(prompt["prompt"]) for prompt in prompts} == {PROMPT_LENGTH}
 
 
 def test_equal_seeds_give_equal_weights(folder: Path, tmp_path: Path) -> None:
-    train_demo_model.main([str(tmp_path), "--tiny"])
+    assert train_demo_model.main([str(tmp_path), "--tiny"]) == 0
     names = "demo_model.safetensors", "demo_prompts.json"
     for name in names:
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
