@@ -21,7 +21,7 @@ from numba_ddtree.arrays import (
 )
 from numba_ddtree.device_group import DeviceGroup, as_core_stream, of_each_lane
 from numba_ddtree.errors import ArgumentError
-from numba_ddtree.lane_copies import LaneCopy, Part, Rectangle
+from numba_ddtree.lane_copies import LaneCopy, Part, Rectangle, UnreadCopies
 from numba_ddtree.lane_split import split_heads
 from numba_ddtree.lanes import DeviceLane, Lane
 from numba_ddtree.transfer import Transfer
@@ -49,7 +49,7 @@ class HeadLanes:
         self.devices = devices
         self.attentions = tuple(attentions)
         self.heads = tuple(split_heads(sum(each.num_heads for each in attentions), len(devices)))
-        self._unread: list[LaneCopy] = []  # whose sources are not to be written yet
+        self._unread = UnreadCopies()
         self._kept: HeadGather | None = None
 
     @classmethod
@@ -135,7 +135,7 @@ class HeadLanes:
         ArgumentError
             As from `TreeAttention.run`, with the lane's name.
         """
-        self._follow_reader()
+        self._unread.release()
         calls = self._calls(q_nope, q_pe, ckv_cache, kpe_cache, tree, sm_scale, options)
         results = []
         for lane, call in zip(self.devices, calls, strict=True):
@@ -187,7 +187,7 @@ class HeadLanes:
             A stream of the first lane's device: the run comes after what it has to do. By default it comes
             after the lanes' own work alone.
         """
-        self._follow_reader()
+        self._unread.release()
         events = [] if after is None else [self.devices.mark(after)]
         self.devices.launch(name, after=[events] * len(self.devices))
 
@@ -224,6 +224,7 @@ class HeadLanes:
         Copies go from device to device, or through pinned memory where the devices are not linked
         (`DeviceGroup.copies`); events order them, and the host does not wait.
         """
+        self._unread.forget_done()
         gatherer = self.plan_gather(results, to=to, out=out, lse=lse, stream=stream)
         self._kept = gatherer  # with what it copies, until the next
         return gatherer.run(stream=stream)
@@ -266,12 +267,6 @@ class HeadLanes:
             return lambda stream: attention.run(**own, sm_scale=sm_scale, stream=stream)
 
         return [call_of(lane, attention) for lane, attention in enumerate(self.attentions)]
-
-    def _follow_reader(self) -> None:
-        """Let the lanes write again after the last `gather` has read."""
-        for copy in self._unread:
-            copy.release()
-        self._unread = []
 
     def _checked_parts(self, parts: Sequence[tuple[Array, Array]]) -> Sequence[tuple[Array, Array]]:
         """Check that every lane's results are where the lane is, and of its heads."""
@@ -351,7 +346,7 @@ class HeadGather:
         target = self._stream(stream)
         for copy in self._copies:
             copy.run(target)
-        self._heads._unread.extend(self._copies)
+        self._heads._unread.add(self._copies, self)
         if not self._copies:
             for whole, parts in zip((self.out, self.lse), zip(*self._parts, strict=True), strict=True):
                 whole[...] = np.concatenate([_on_host(part) for part in parts], axis=2)

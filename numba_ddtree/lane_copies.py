@@ -60,7 +60,7 @@ class LaneCopy:
     def __init__(self, source: DeviceLane, target: DeviceLane, mode: str, parts: Sequence[Part]) -> None:
         self._source, self._target = source, target
         self._sent, self._read = source.new_event(), target.new_event()
-        self._has_run = False
+        self._reader: Any = None  # the stream of the last run
         self._sends: list[Any] = []  # to pinned memory
         self._reads: list[Any] = []
         self._pinned: list[Any] = []
@@ -86,10 +86,18 @@ class LaneCopy:
                 _launch(self._sends, self._source.stream)
             self._source.stream.record(self._sent)
         with self._target:
+            if self._reader is not None and self._reader is not stream:
+                stream.wait(self._read)  # so that the event is of what both streams read
             stream.wait(self._sent)
             _launch(self._reads, stream)
             stream.record(self._read)
-        self._has_run = True
+        self._reader = stream
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all that was to be copied has been."""
+        with self._target:
+            return self._reader is None or bool(self._read.is_done)
 
     def release(self) -> None:
         """Let the source's lane write to what was copied: from now on, it comes after the copy."""
@@ -97,8 +105,32 @@ class LaneCopy:
             self._wait_until_read()
 
     def _wait_until_read(self) -> None:
-        if self._has_run:
+        if self._reader is not None:
             self._source.stream.wait(self._read)
+
+
+class UnreadCopies:
+    """Copies that have been launched, each once, of what is not to be written before they are done."""
+
+    def __init__(self) -> None:
+        self._kept: dict[LaneCopy, object] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, copies: Sequence[LaneCopy], keep: object) -> None:
+        """Add copies, and what has the memory that they read and write."""
+        self._kept |= dict.fromkeys(copies, keep)
+
+    def forget_done(self) -> None:
+        """Forget copies that are done, with their memory."""
+        self._kept = {copy: kept for copy, kept in self._kept.items() if not copy.is_read}
+
+    def release(self) -> None:
+        """Let the sources' lanes write again: from now on, they come after the copies."""
+        for copy in self._kept:
+            copy.release()
+        self._kept = {}
 
 
 def _described(part: Part) -> Any:

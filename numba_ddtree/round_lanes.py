@@ -379,6 +379,8 @@ class RoundLanes:
         home = self.devices.home
         target = home.stream if stream is None or self._gathered is None else as_core_stream(stream)
         with home:
+            if self._reader is not None and self._reader is not target:
+                target.wait(self._gathered)  # so that the event is of what both streams read
             for gatherer, event in zip(self._gatherers, self._results, strict=True):
                 gatherer.run(target, event)
             if self._gathered is not None:
