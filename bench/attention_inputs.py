@@ -183,7 +183,43 @@ class Inputs:
 
     def flash_mla(self, module: Any) -> Callable[[], Any]:
         """Return FlashMLA on the same pages; it has no mask, and attends from all nodes to all keys."""
-        ends = self.lengths + self.shape.nodes
+        return self._flash_mla(module, self.lengths + self.shape.nodes)
+
+    def flash_mla_and_tail(self, module: Any) -> Callable[[], Any]:
+        """Return the right answer by FlashMLA: torch attends to the tree's keys, with the mask, and merges.
+
+        FlashMLA has the prefix alone, which must not be empty. Where the tree's keys lie is found out
+        before. The call returns the output, [B, N, H, 512].
+        """
+        torch, hidden, rows = self.torch, self.hidden, self.tree_rows
+        attend = self._flash_mla(module, self.lengths)
+        flat = self.cache.view(-1, ROW)
+        queries = self.queries.view(self.shape.batch, -1, ROW)
+        nothing = queries.new_zeros(1, 1, 1)
+
+        def call() -> Any:
+            out, lse = attend()  # [B, N, H, 512], [B, H, N]
+            lse = lse.mT[..., None]  # [B, N, H, 1]
+            keys = flat[rows]  # [B, N, 576]
+            scores = torch.baddbmm(nothing, queries, keys.mT, beta=0, alpha=SM_SCALE)  # [B, N * H, N]
+            scores = scores.float().masked_fill_(hidden, float("-inf"))
+            tail_lse = torch.logsumexp(scores, -1)
+            tail = torch.bmm((scores - tail_lse[..., None]).exp().to(keys.dtype), keys[..., :LATENT])
+            tail, tail_lse = tail.view_as(out), tail_lse.view_as(lse)
+            both = torch.logaddexp(lse, tail_lse)
+            return ((lse - both).exp() * out + (tail_lse - both).exp() * tail).to(out.dtype)
+
+        return call
+
+    @cached_property
+    def tree_rows(self) -> Any:
+        """Int64 [B, N]: rows of all pages' that the tree's keys are in."""
+        places = self.lengths[:, None] + self.torch.arange(self.shape.nodes, device=self.lengths.device)
+        pages = self.block_table.long().gather(1, places // PAGE_SIZE)
+        return pages * PAGE_SIZE + places % PAGE_SIZE
+
+    def _flash_mla(self, module: Any, ends: Any) -> Callable[[], Any]:
+        """Return FlashMLA on the same pages, of so many keys a request; it returns the output and `lse`."""
         metadata, _ = module.get_mla_metadata()
         cache = self.cache[:, :, None]
         return lambda: module.flash_mla_with_kvcache(

@@ -3,7 +3,7 @@
 What begins with `bench_table` makes the table of `TreeAttention` in bfloat16, for the kernels that
 ``--attention-kernels`` names. With ``--full-attention`` what begins with `bench_grid` times shapes of all
 kinds. The peers have the same queries and keys; FlashMLA (the package sgl-flash-mla, where it is installed)
-attends without a mask, and so to more.
+attends without a mask, and so to more, or has the prefix alone, for torch to do the rest.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from numba_ddtree.cases import ATTENTION_CASES, AttentionCase, RoundInputs, refe
 from numba_ddtree.refs import tree_attention as reference
 
 FLASH_MLA = "FlashMLA, no mask (device)"
+FLASH_MLA_AND_TAIL = "FlashMLA, and torch for the tree (device)"
 MATMULS = "torch, two matmuls and a softmax (device)"
 SDPA = "torch scaled_dot_product_attention (device)"
 ALLOWED = 2e-2
@@ -145,6 +146,16 @@ def bench_table(attention_bench, kernel, shape, split):
 @peer_may_warn
 def bench_table_flash_mla(attention_bench, flash_mla, shape):
     attention_bench.peer(MAIN, shape, FLASH_MLA, lambda inputs: inputs.flash_mla(flash_mla))
+
+
+@of_table
+@peer_may_warn
+def bench_table_flash_mla_and_tail(attention_bench, flash_mla, shape):
+    out = attention_bench.peer(
+        MAIN, shape, FLASH_MLA_AND_TAIL, lambda inputs: inputs.flash_mla_and_tail(flash_mla)
+    )
+    want = attention_bench.inputs(shape, MAIN.offsets[0]).packed_matmuls()().view_as(out)
+    assert float((out.float() - want.float()).norm() / want.float().norm()) < ALLOWED
 
 
 @of_table

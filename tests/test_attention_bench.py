@@ -94,6 +94,37 @@ def test_peers_attend_to_the_same(shape: Shape, offset: int) -> None:
         assert np.linalg.norm(got - want) > 3 * ROUNDING * np.linalg.norm(want)
 
 
+class FlashMLA:
+    """Stands for its module: attention without a mask, on the host."""
+
+    def get_mla_metadata(self) -> tuple[None, None]:
+        return None, None
+
+    def flash_mla_with_kvcache(
+        self, queries: Any, cache: Any, table: Any, ends: Any, latent: int, *_: Any, **how: Any
+    ) -> tuple[Any, Any]:
+        B, N, H, width = queries.shape
+        out, lse = torch.empty(B, N, H, latent, dtype=queries.dtype), torch.empty(B, H, N)
+        for request, end in enumerate(ends.tolist()):
+            keys = cache[table[request].long()].view(-1, width)[:end].double()
+            scores = how["softmax_scale"] * queries[request].double() @ keys.T  # [N, H, P]
+            out[request] = (torch.softmax(scores, -1) @ keys[:, :latent]).to(out.dtype)
+            lse[request] = torch.logsumexp(scores, -1).T
+        return out, lse
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("shape", [Shape(2, 3, 9, 70), Shape(1, 2, 33, 1), Shape(3, 4, 1, 64)], ids=str)
+def test_flash_mla_and_a_tail_attend_to_the_same(shape: Shape, offset: int) -> None:
+    inputs, want = on_host(shape, offset)
+    got = inputs.flash_mla_and_tail(FlashMLA())().double().numpy()
+    assert np.linalg.norm(got - want) < ROUNDING * np.linalg.norm(want)
+    without_mask, _ = inputs.flash_mla(FlashMLA())()
+    is_chain = shape.nodes == 1  # the only tree that needs no mask
+    difference = np.linalg.norm(without_mask.double().numpy() - want)
+    assert (difference < ROUNDING * np.linalg.norm(want)) == is_chain
+
+
 def test_inputs_of_one_shape_have_one_table() -> None:
     pool = Pool(torch, "cpu")
     first, second = (Inputs.make(pool, Shape(2, 1, 5, 300), offset, backend="numpy") for offset in (0, 63))
