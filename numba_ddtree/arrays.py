@@ -19,6 +19,7 @@ from ml_dtypes import bfloat16
 from numpy.typing import DTypeLike, NDArray
 
 from numba_ddtree.errors import ArgumentError
+from numba_ddtree.overlaps import check_apart, overlaps_itself
 
 StreamLike: TypeAlias = Any
 """A stream of cuda.core, torch, cupy or numba, anything with ``__cuda_stream__``, a raw handle, or None.
@@ -123,6 +124,8 @@ def _described(placement: Placement) -> str:
 
 
 def _host_view(name: str, array: Any) -> NDArray[Any]:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(name, "a masked array", "an array without a mask, which would be ignored")
     try:
         view = (
             _host_bfloat16(array)
@@ -293,6 +296,8 @@ def flat(view: Any) -> Any:
 
 def to_host(name: str, array: Any) -> NDArray[Any]:
     """Copy an array to numpy; synchronises when it is on a device."""
+    if array is None:
+        raise ArgumentError(name, None, "an array")
     placement, views = gather(**{name: array})
     view = views[name]
     host: NDArray[Any] = np.array(view) if placement.on_host else view.copy_to_host()
@@ -306,6 +311,7 @@ def copy_to_outputs(arrays: dict[str, NDArray[Any]], outputs: dict[str, Any]) ->
     """
     for name, array in arrays.items():
         check_output(name, host_output(name, outputs[name]), array.shape, array.dtype.type)
+    check_apart({name: outputs[name] for name in arrays})
     for name, array in arrays.items():
         np.copyto(outputs[name], array)
 
@@ -316,6 +322,9 @@ def host_output(name: str, output: Any) -> NDArray[Any]:
         raise ArgumentError(name, type(output).__name__, "a numpy array")
     if not output.flags.writeable:
         raise ArgumentError(name, "a read-only array", "an array that can be written")
+    if overlaps_itself(output):
+        got = f"strides {output.strides}, by which elements share memory"
+        raise ArgumentError(name, got, "memory of its own for each element")
     return output
 
 
@@ -412,6 +421,13 @@ def check_count(name: str, value: Any, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ArgumentError(name, int(value), f"a number from {low} to {high}")
     return int(value)
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Check a choice of yes or no."""
+    if not isinstance(value, bool | np.bool_):
+        raise ArgumentError(name, repr(value), "True or False")
+    return bool(value)
 
 
 def check_scalar(name: str, value: Any) -> float:

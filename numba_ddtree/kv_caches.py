@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_ddtree.arrays import DeviceView, Placement, gather
+from numba_ddtree.arrays import Placement, gather
 from numba_ddtree.errors import ArgumentError
+from numba_ddtree.overlaps import address_of, check_apart, overlaps_itself
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import Array
 
@@ -65,7 +66,7 @@ class KVCaches:
         Raises
         ------
         ArgumentError
-            Wrong shape, place or layout of a cache, or one that cannot be written.
+            Wrong shape, place or layout of a cache, or one that cannot be written or shares another's memory.
         BackendError
             No device for device arrays.
         """
@@ -85,13 +86,10 @@ class KVCaches:
         given = dict(_named(caches))
         placement, views = gather(**given)
         shapes = {name: tuple(view.shape) for name, view in views.items()}
-        owners: dict[int, str] = {}
         for name, view in views.items():
             _check_shape(name, shapes[name], next(iter(shapes.items())))
             _check_layout(name, view)
-            owner = owners.setdefault(_address(view), name)
-            if owner != name and 0 not in view.shape:
-                raise ArgumentError(name, f"the memory of {owner}", "each cache once")
+        check_apart(views, "each cache once, in memory of its own")
         num_blocks, block_size, _ = next(iter(shapes.values()))[-3:]
         num_layers = sum(_num_layers(shape) for shape in shapes.values())
         return cls(num_blocks, block_size, num_layers, placement, tuple(views.values()))
@@ -110,7 +108,7 @@ def layer_table(views: Sequence[Any]) -> NDArray[np.int64]:
         layer_stride = strides[0] if len(shape) == 4 else 0
         row_bytes = shape[-1] * view.dtype.itemsize
         for layer in range(_num_layers(shape)):
-            rows.append((_address(view) + layer * layer_stride, *strides[-3:-1], row_bytes))
+            rows.append((address_of(view) + layer * layer_stride, *strides[-3:-1], row_bytes))
     return np.array(rows, np.int64)
 
 
@@ -143,6 +141,9 @@ def _check_layout(name: str, view: Any) -> None:
     if isinstance(view, np.ndarray):
         if not view.flags.writeable:
             raise ArgumentError(name, "a read-only array", "an array that can be written in place")
+        if overlaps_itself(view):
+            got = f"shape {view.shape} with strides {view.strides}"
+            raise ArgumentError(name, got, "rows that do not overlap")
         return  # it is copied to the device, whatever its layout
     *outer, (size, step) = zip(view.shape, view.strides, strict=True)
     itemsize = view.dtype.itemsize
@@ -159,8 +160,3 @@ def _check_layout(name: str, view: Any) -> None:
 
 def _num_layers(shape: tuple[int, ...]) -> int:
     return shape[0] if len(shape) == 4 else 1
-
-
-def _address(view: Any) -> int:
-    """Address of an array's first element; in the simulator, where its imitation of an array has it."""
-    return int(view.pointer if isinstance(view, DeviceView) else view.ctypes.data)

@@ -14,14 +14,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_ddtree.arrays import DeviceView, StreamLike, at, check_indices, first_where, flat, gather, to_host
+from numba_ddtree.arrays import (
+    DeviceView,
+    StreamLike,
+    at,
+    check_flag,
+    check_indices,
+    first_where,
+    flat,
+    gather,
+    to_host,
+)
 from numba_ddtree.cuda_target import cuda, device_function, int32, int64, uint32, uint64
 from numba_ddtree.device.words import WORD_ACCESS
 from numba_ddtree.devices import use_reference
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.kv_caches import ADDRESS, BLOCK_STRIDE, ROW_BYTES, ROW_STRIDE, KVCaches, layer_table
 from numba_ddtree.launch import Kernel, block_threads
-from numba_ddtree.page_tables import PAGING, check_page_table, check_pages, pages_on_host
+from numba_ddtree.page_tables import (
+    PAGING,
+    check_page_table,
+    check_pages,
+    check_unshared,
+    pages_on_host,
+)
 from numba_ddtree.refs import kv_compact as reference
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import Array
@@ -192,7 +208,8 @@ def compact_kv(
     ------
     ArgumentError
         Wrong shape, dtype, device or layout of an argument; for host arrays, and with `validate`, also
-        lengths, indices or pages out of range, and indices that do not rise.
+        lengths, indices or pages out of range, indices that do not rise, and a page that rows move to beside
+        another use of it.
     BackendError
         No device for the CUDA backend.
 
@@ -200,6 +217,7 @@ def compact_kv(
     -----
     Synchronises for host arrays only, which are copied to the device and back.
     """
+    check_flag("validate", validate)
     if not isinstance(caches, KVCaches):
         caches = KVCaches.describe(caches)
     _, views = gather(
@@ -262,10 +280,12 @@ def _check_path(
     for index in first_where(used & (steps <= 0)):
         expected = "a slot, not negative, after the one before it"
         raise ArgumentError(at("accepted_indices", index), accepted_indices[index], expected)
+    used_blocks, written_blocks = {}, {}
     for request in np.flatnonzero(accept_length > 0).tolist():
         accepted = accepted_indices[request, : accept_length[request]].astype(np.int64)
         num_pages = 1 if pages is None else len(pages[request])
-        slots = int(prefix_lengths[request]) + np.concatenate([np.arange(len(accepted)), accepted])
+        places = np.arange(len(accepted))
+        slots = int(prefix_lengths[request]) + np.concatenate([places, accepted])
         blocks = np.unique(slots // caches.block_size)
         if blocks[-1] >= num_pages:
             got = f"{accepted[-1]} after a prefix of {prefix_lengths[request]}"
@@ -273,6 +293,10 @@ def _check_path(
             raise ArgumentError(at("accepted_indices", (request, len(accepted) - 1)), got, expected)
         if pages is not None:
             check_pages(pages, kv_indptr, request, blocks, caches.num_blocks)
+        targets = int(prefix_lengths[request]) + places[accepted > places]
+        used_blocks[request], written_blocks[request] = blocks, np.unique(targets // caches.block_size)
+    if pages is not None:
+        check_unshared(pages, kv_indptr, used_blocks, written_blocks)
 
 
 def _launch(caches: KVCaches, views: dict[str, Any], stream: StreamLike) -> None:

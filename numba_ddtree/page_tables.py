@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,42 @@ def check_pages(
     """
     found = pages[request][blocks]
     for (place,) in first_where((found < 0) | (found >= num_pages)):
-        block = int(blocks[place])
-        table = at("block_table", (request, block))
-        name = table if kv_indptr is None else at("kv_indices", (int(kv_indptr[request]) + block,))
+        name = _entry(kv_indptr, request, int(blocks[place]))
         raise ArgumentError(name, found[place], f"a page from 0 to {num_pages - 1}")
+
+
+def check_unshared(
+    pages: Any,
+    kv_indptr: NDArray[np.int32] | None,
+    used: Mapping[int, NDArray[np.integer[Any]]],
+    written: Mapping[int, NDArray[np.integer[Any]]],
+) -> None:
+    """Check that a page that is written to has one use: one block of one request.
+
+    Parameters
+    ----------
+    pages, kv_indptr
+        As for `check_pages`.
+    used, written : dict
+        Blocks by request.
+
+    Raises
+    ------
+    ArgumentError
+        Names the entry as the caller knows it.
+    """
+    is_written = {int(pages[request][block]) for request, blocks in written.items() for block in blocks}
+    users: dict[int, str] = {}
+    for request, blocks in used.items():
+        for block in blocks.tolist():
+            page, name = int(pages[request][block]), _entry(kv_indptr, request, block)
+            user = users.setdefault(page, name)
+            if page in is_written and user != name:
+                raise ArgumentError(name, page, f"another page than {user}, since rows move there")
+
+
+def _entry(kv_indptr: NDArray[np.int32] | None, request: int, block: int) -> str:
+    """Name an entry of a page table as the caller knows it."""
+    if kv_indptr is None:
+        return at("block_table", (request, block))
+    return at("kv_indices", (int(kv_indptr[request]) + block,))

@@ -35,6 +35,7 @@ from numba_ddtree.devices import (
 )
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.launch import Kernel, LaunchSequence
+from numba_ddtree.overlaps import check_apart
 
 
 @lru_cache(maxsize=64)
@@ -69,6 +70,7 @@ class Transfer:
         self._handle = 0 if self._sequence is not None else stream_handle(stream, placement)
         self._contexts = ExitStack()
         self._results: dict[str, tuple[Any, Any]] = {}  # name: the caller's array, the kernel's
+        self._given: dict[str, Any] = {}  # the caller's outputs, until they are checked together
         self.stream: Any = None
 
     def __enter__(self) -> Transfer:
@@ -83,6 +85,9 @@ class Transfer:
 
     def launch(self, kernel: Kernel, blocks: int, *arguments: Any, shared_bytes: int = 0) -> None:
         """Launch a kernel on the caller's stream; see `Kernel.prepare`."""
+        if len(self._given) > 1:
+            check_apart(self._given, are_contiguous=not self._placement.on_host)
+        self._given = {}
         prepared = kernel.prepare(blocks, *arguments, shared_bytes=shared_bytes)
         if self._sequence is None:
             prepared.launch(self._handle)
@@ -168,12 +173,14 @@ class Transfer:
     def _checked_out(self, name: str, shape: tuple[int, ...], dtype: type[np.generic], out: Any) -> Any:
         if self._placement.on_host:
             check_output(name, host_output(name, out), shape, dtype)
+            self._given[name] = out
             return self._numba_array(shape, dtype)[1]
         placement = placement_of(name, out)
         if placement.device_id != self._placement.device_id:
             raise ArgumentError(name, placement, str(self._placement))
         view = device_view(name, out)
         check_output(name, view, shape, dtype)
+        self._given[name] = view
         return view
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from kernel_checks import Library, check_compaction, numba_library, numpy_librar
 from libraries import LIBRARIES, side_stream
 from made_up_device import make_up_device, view
 from ml_dtypes import bfloat16
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from inputs import bad_compaction, compaction_past_the_pages, make_compaction, make_paths
@@ -230,7 +231,21 @@ READ_ONLY = np.zeros((2, 9, 4), np.float32)
 READ_ONLY.flags.writeable = False
 
 
-@pytest.mark.parametrize("changed", [{}, paged(), ranges()])
+LARGER = np.zeros((2, 10, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        paged(),
+        ranges(),
+        # Pages that nobody writes to are shared: of the prefix, and such as are only read.
+        paged(block_table=[[4, 1, 0, 99], [4, 5, 0, -1]]),
+        {"caches": [LARGER[:, :9, :3], LARGER[:, :9, 3:]]},
+        {"caches": LARGER[:, 8::-1]},
+    ],
+)
 def test_the_good_arguments_are_good(changed: dict[str, Any]) -> None:
     compact(**(compaction() | changed))
 
@@ -252,6 +267,13 @@ def test_the_good_arguments_are_good(changed: dict[str, Any]) -> None:
         ({"caches": np.zeros((3, 9, 4))}, "caches"),
         ({"caches": [np.zeros((2, 9, 4)), np.zeros((2, 8, 4))]}, "caches[1]"),
         ({"caches": [READ_ONLY.copy()] * 2}, "caches[1]"),
+        ({"caches": [LARGER[:, :9], LARGER[:, 1:]]}, "caches[1]"),
+        ({"caches": [LARGER[:, :9], LARGER[::-1, :9]]}, "caches[1]"),
+        ({"caches": [LARGER[:, :9, :3], LARGER[:, :9, 2:]]}, "caches[1]"),
+        ({"caches": as_strided(LARGER, (2, 9, 4), (160, 4, 4))}, "caches"),
+        ({"caches": as_strided(LARGER, (2, 9, 4), (0, 16, 4))}, "caches"),
+        ({"caches": np.ma.masked_array(LARGER[:, :9].copy(), LARGER[:, :9] == 0)}, "caches"),
+        ({"validate": 1}, "validate"),
         ({"prefix_lengths": None}, "prefix_lengths"),
         ({"prefix_lengths": [2.0, 4.0]}, "prefix_lengths"),
         ({"prefix_lengths": [[2, 4]]}, "prefix_lengths"),
@@ -275,6 +297,10 @@ def test_the_good_arguments_are_good(changed: dict[str, Any]) -> None:
         (paged(block_table=[[4, 1, 7, 99], [6, 5, 2, -1]]), "block_table[0, 2]"),
         (paged(block_table=[[4, 1, 0, 99], [6, -1, 2, -1]]), "block_table[1, 1]"),
         (paged(block_table=[[4, 1], [6, 5]]), "accepted_indices[0, 2]"),
+        (paged(block_table=[[4, 1, 0, 99], [6, 1, 2, -1]]), "block_table[1, 1]"),
+        (paged(block_table=[[4, 1, 0, 99], [6, 5, 1, -1]]), "block_table[1, 2]"),
+        (paged(block_table=[[4, 1, 1, 99], [6, 5, 2, -1]]), "block_table[0, 2]"),
+        (ranges(kv_indices=[4, 1, 0, 6, 1, 2]), "kv_indices[4]"),
         (paged(kv_indptr=[0, 3, 6], kv_indices=[4, 1, 0, 6, 5, 2]), "block_table"),
         (ranges(kv_indices=None), "kv_indices"),
         (ranges(kv_indptr=None), "kv_indptr"),

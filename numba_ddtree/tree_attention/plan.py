@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from numba_ddtree.arrays import (
     c_strides,
     check_array,
     check_count,
+    check_flag,
     device_view,
     placement_of,
 )
@@ -281,6 +282,7 @@ class TreeAttention:
         ArgumentError
             What `verify_attention` refuses, and what was not planned for.
         """
+        check_flag("validate", validate)
         others = q_pe, ckv_cache, kpe_cache, prefix_lengths, block_table, kv_indptr, kv_indices
         comes_again = not (validate or self.placement.on_host or isinstance(stream, LaunchSequence))
         key = run_key(q_nope, out, lse, tree, sm_scale, *others) if comes_again else None
@@ -362,16 +364,15 @@ class TreeAttention:
             with Transfer(self.placement, sequence) as transfer:
                 plan = split_plan(self._sizes, self.placement, transfer, self._memory)
                 given = self._stand_ins(plan.partials)
-                out, lse = (
-                    _stand_in(plan.partials, shape, dtype)
-                    for shape, dtype in ((given.out_shape, self.out_dtype), (given.out_shape[:3], FLOAT32))
-                )
+                out = _stand_in(plan.partials, given.out_shape, self.out_dtype)
+                lse = _stand_in(plan.partials, given.out_shape[:3], FLOAT32)
+                lse = replace(lse, pointer=out.pointer + math.prod(out.shape) * out.dtype.itemsize)
                 work = make_work(given, transfer, self.out_dtype, out, lse, True)
                 launcher_of(self.kernel)(transfer, work, plan)
             cuda.synchronize()  # later calls may be on other streams
 
     def _stand_ins(self, memory: Any) -> Arguments:
-        """Return arguments of one request of the planned sizes, all of them in the same place.
+        """Return arguments of one request of the planned sizes, all of them in one place.
 
         But for the caches, which have no pages: of others, tensor maps would be made.
         """
