@@ -30,6 +30,7 @@ from numba_ddtree.arrays import (
     at,
     check_array,
     check_count,
+    check_flag,
     check_scalar,
     copy_to_outputs,
     first_where,
@@ -304,6 +305,7 @@ def draft_topk(
     BackendError
         No device for the CUDA backend.
     """
+    check_flag("validate", validate)
     has_one_temperature = isinstance(temperature, int | float | np.integer | np.floating)
     placement, views = gather(
         logits=logits,

@@ -23,6 +23,7 @@ from numba_ddtree.arrays import (
     at,
     check_array,
     check_count,
+    check_flag,
     check_indices,
     check_scalar,
     copy_to_outputs,
@@ -320,7 +321,11 @@ def choose_tokens(
     BackendError
         No device for the CUDA backend.
     """
+    check_flag("validate", validate)
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    for name, value in settings.items():
+        if value is None:
+            raise ArgumentError(name, None, "a number, or an array of one for each request")
     numbers = {name: _checked_number(name, value) for name, value in settings.items() if _is_number(value)}
     placement, views = gather(
         logits=logits,
@@ -380,7 +385,7 @@ def _checked(views: dict[str, Any]) -> dict[str, Any]:
         given[name] = check_indices(name, given[name], B=batch)
     for name in given.keys() & {"temperature", "top_p"}:
         if isinstance(given[name], np.ndarray) and given[name].dtype.kind in "iuf":
-            given[name] = given[name].astype(np.float32, copy=False)
+            given[name] = _as_float32(name, given[name])
         check_array(name, given[name], (np.float32,), B=batch)
     if "seed" in given:
         check_array("seed", given["seed"], (np.int64, np.uint64), B=batch)
@@ -393,6 +398,16 @@ def _checked(views: dict[str, Any]) -> dict[str, Any]:
             "token_bitmask", given["token_bitmask"], (np.uint32, np.int32), B=batch, **rows, words=words
         )
     return views | given
+
+
+def _as_float32(name: str, array: NDArray[Any]) -> NDArray[np.float32]:
+    """Round an array of the host's, bar temperatures that would round to the 0 of the greedy choice."""
+    with np.errstate(over="ignore"):
+        rounded = array.astype(np.float32, copy=False)
+    if name == "temperature":
+        for index in first_where((rounded == 0) & (array != 0)):
+            raise ArgumentError(at(name, index), array[index], RULES[name][1])
+    return rounded
 
 
 def _check_values(views: dict[str, Any]) -> None:

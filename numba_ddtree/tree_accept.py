@@ -18,6 +18,7 @@ from numba_ddtree.arrays import (
     StreamLike,
     at,
     check_array,
+    check_flag,
     check_indices,
     copy_to_outputs,
     first_where,
@@ -198,6 +199,7 @@ def accept_tree(
     BackendError
         No device for the CUDA backend.
     """
+    check_flag("validate", validate)
     ignores_all = isinstance(ignore_eos, bool | np.bool_) and bool(ignore_eos)
     placement, views = gather(
         target_tokens=target_tokens,

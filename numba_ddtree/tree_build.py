@@ -11,6 +11,7 @@ rising.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from numba_ddtree.arrays import (
     at,
     check_array,
     check_count,
+    check_flag,
     check_indices,
     check_scalar,
     first_where,
@@ -188,6 +190,7 @@ def build_tree(
     BackendError
         No device for the CUDA backend.
     """
+    check_flag("validate", validate)
     is_least_scalar = isinstance(min_log_prob, int | float | np.integer | np.floating)
     placement, views = gather(
         draft_log_probs=draft_log_probs,
@@ -205,7 +208,7 @@ def build_tree(
     settings = Settings(
         budget=0 if views["budget"] is not None else int(budget),
         least=_checked_least(min_log_prob) if is_least_scalar else -np.inf,
-        chain_seed=_checked_flag("chain_seed", chain_seed),
+        chain_seed=check_flag("chain_seed", chain_seed),
         draft_cost=_checked_draft_cost(draft_cost, verify_cost),
         max_budget=max_budget,
     )
@@ -261,15 +264,13 @@ def _checked_max_budget(budget: Any, budgets: Any, max_budget: int | None) -> in
 
 
 def _checked_least(value: Any) -> float:
-    if isinstance(value, bool | np.bool_) or np.isnan(value):
-        raise ArgumentError("min_log_prob", value, "a number, not NaN, or an array")
-    return float(value)
-
-
-def _checked_flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise ArgumentError(name, repr(value), "True or False")
-    return bool(value)
+    try:
+        least = math.nan if isinstance(value, bool | np.bool_) else float(value)
+    except OverflowError:  # a whole number
+        least = math.nan
+    if math.isnan(least):
+        raise ArgumentError("min_log_prob", repr(value), "a number of float64, not NaN, or an array")
+    return least
 
 
 def _checked_draft_cost(draft_cost: float, verify_cost: Any) -> float:

@@ -16,6 +16,7 @@ from numba_ddtree.arrays import (
     at,
     check_array,
     check_count,
+    check_flag,
     check_indices,
     first_where,
     gather,
@@ -231,6 +232,7 @@ def tree_from_parents(
     BackendError
         No device for the CUDA backend.
     """
+    check_flag("validate", validate)
     placement, views = gather(
         parents=parents, token_ids=token_ids, num_nodes=num_nodes, prefix_lengths=prefix_lengths
     )
@@ -273,6 +275,7 @@ def tree_from_visibility(
     BackendError
         No device for the CUDA backend.
     """
+    check_flag("validate", validate)
     placement, views = gather(
         visibility=visibility, token_ids=token_ids, num_nodes=num_nodes, prefix_lengths=prefix_lengths
     )

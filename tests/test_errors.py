@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 import numba_ddtree
 from inputs import make_attention
@@ -197,6 +198,62 @@ def test_out_of_build_tree(change: Callable[[DraftTree], Any], argument: str) ->
         array[...] = 7
     refuses(numba_ddtree.build_tree, draft() | {"out": change(out)}, argument)
     assert all((array == 7).all() for array in out.arrays().values())
+
+
+def test_results_do_not_share_memory() -> None:
+    out, result = small_tree(), numba_ddtree.accept_tree(**acceptance())
+    for array in (*out.arrays().values(), *result.arrays().values()):
+        array[...] = 7
+    both = np.full((2, 7), 7, np.int32)
+    for wrong, argument in (
+        (replace(out, depths=out.parents), "out.depths"),
+        (replace(out, token_ids=both[:, 1:], positions=both[:, :6]), "out.positions"),
+        (replace(out, parents=as_strided(both, (2, 6), (0, 4))), "out.parents"),
+        (replace(out, status=out.num_nodes), "out.status"),
+    ):
+        refuses(numba_ddtree.build_tree, draft() | {"out": wrong}, argument)
+    shared = replace(result, tokens=result.accepted_indices)
+    refuses(numba_ddtree.accept_tree, acceptance() | {"out": shared}, "out.tokens")
+    for array in (*out.arrays().values(), *result.arrays().values(), both):
+        assert (array == 7).all()
+
+
+def test_parts_of_one_array_are_outputs() -> None:
+    out, rows = small_tree(), np.zeros((2, 5, 6), np.int32)
+    names = "token_ids", "parents", "depths", "positions", "first_child"
+    apart = replace(out, **{name: rows[:, place] for place, name in enumerate(names)})
+    numba_ddtree.build_tree(**(draft() | {"out": apart}))
+    for name in names:
+        np.testing.assert_array_equal(getattr(apart, name), getattr(out, name))
+
+
+@pytest.mark.parametrize("wrong", [1, None, "yes", np.ones(2, bool), [True]])
+def test_validate_is_yes_or_no(wrong: Any) -> None:
+    for function, given in (
+        (numba_ddtree.build_tree, draft()),
+        (numba_ddtree.accept_tree, acceptance()),
+        (DraftTree.from_parents, parents_given()),
+        (DraftTree.from_visibility, visibility_given()),
+        (numba_ddtree.verify_attention, attention()),
+        (numba_ddtree.tree_tail_attention, attention()),
+        (numba_ddtree.draft_topk, {"logits": np.zeros((1, 1, 3), np.float32), "k": 1, "backend": "numpy"}),
+        (numba_ddtree.choose_tokens, {"logits": np.zeros((1, 1, 3), np.float32), "backend": "numpy"}),
+    ):
+        refuses(function, given | {"validate": wrong}, "validate")
+
+
+def test_masks_are_not_ignored() -> None:
+    given = draft()
+    masked = np.ma.masked_array(given["draft_token_ids"], given["draft_token_ids"] == 0)
+    refuses(numba_ddtree.build_tree, given | {"draft_token_ids": masked}, "draft_token_ids")
+    refuses(
+        numba_ddtree.build_tree, given | {"root_tokens": np.ma.masked_array([1, 2], [0, 1])}, "root_tokens"
+    )
+
+
+def test_what_is_no_array_is_not_copied_to_the_host() -> None:
+    for wrong in (replace(small_tree(), parents=None), replace(small_tree(), parents=object())):
+        refuses(wrong.to_host, {}, "parents")
 
 
 def test_out_that_cannot_be_written() -> None:
@@ -434,6 +491,14 @@ def test_the_reference_refuses_a_workspace_that_kernels_could_not_work_in() -> N
     given |= {name: given[name].astype(np.float16) for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")}
     refuses(numba_ddtree.verify_attention, given, "workspace_limit")
     numba_ddtree.verify_attention(**(given | {"workspace_limit": 2**30}))
+
+
+def test_outputs_of_attention_do_not_share_memory() -> None:
+    memory = np.zeros(6 * 2 * 2 * 17, np.float32)
+    out, lse = memory[: 2 * 6 * 2 * 16].reshape(2, 6, 2, 16), memory[-2 * 6 * 2 :].reshape(2, 6, 2)
+    numba_ddtree.verify_attention(**(attention() | {"out": out, "lse": lse}))
+    early = memory[1 : 1 + 2 * 6 * 2].reshape(2, 6, 2)
+    refuses(numba_ddtree.verify_attention, attention() | {"out": out, "lse": early}, "lse")
 
 
 def test_attention_writes_nothing_where_one_result_does_not_fit() -> None:

@@ -308,6 +308,7 @@ GOOD = np.log(np.array([[[0.5, 0.25]]], np.float32)), np.array([[[1, 2]]])
         ({"max_candidates": [3]}, "max_candidates[0]"),
         ({"min_log_prob": float("nan")}, "min_log_prob"),
         ({"min_log_prob": True}, "min_log_prob"),
+        ({"min_log_prob": -(10**400)}, "min_log_prob"),
         ({"min_log_prob": "low"}, "min_log_prob"),
         ({"min_log_prob": [-1, -2]}, "min_log_prob"),
         ({"min_log_prob": [np.nan]}, "min_log_prob[0]"),

@@ -15,6 +15,7 @@ from numba_ddtree.arrays import (
     at,
     c_strides,
     check_array,
+    check_flag,
     check_indices,
     check_scalar,
     first_where,
@@ -132,6 +133,7 @@ def gather_arguments(
     ------
     ArgumentError
     """
+    check_flag("validate", validate)
     placement, views = gather(
         q_nope=q_nope,
         q_pe=q_pe,
