@@ -21,6 +21,7 @@ from numba_ddtree import (
     DraftTree,
 )
 from numba_ddtree.devices import find_device_fault
+from numba_ddtree.tree import TREE_DTYPES, tree_shapes
 
 NAN = float("nan")
 
@@ -491,6 +492,29 @@ def test_the_reference_refuses_a_workspace_that_kernels_could_not_work_in() -> N
     given |= {name: given[name].astype(np.float16) for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache")}
     refuses(numba_ddtree.verify_attention, given, "workspace_limit")
     numba_ddtree.verify_attention(**(given | {"workspace_limit": 2**30}))
+
+
+@pytest.mark.parametrize("attend", [numba_ddtree.verify_attention, numba_ddtree.tree_tail_attention])
+def test_the_reference_has_the_limits_of_16_bits(attend: Callable[..., Any]) -> None:
+    def given(slots: int, heads: int, dtype: Any) -> dict[str, Any]:
+        queries, rows = np.zeros((1, slots, heads, 2), dtype), np.zeros((1, slots, 2), dtype)
+        shapes = tree_shapes(1, slots)
+        arrays: Any = {name: np.zeros(shape, TREE_DTYPES[name]) for name, shape in shapes.items()}
+        tree = DraftTree(**arrays, max_depth=0)
+        caches = {"ckv_cache": rows, "kpe_cache": rows}
+        return {
+            "q_nope": queries,
+            "q_pe": queries,
+            "tree": tree,
+            "sm_scale": 1.0,
+            "backend": "numpy",
+        } | caches
+
+    attend(**given(1025, 1, np.float16))
+    attend(**given(1, 128, np.float16))
+    refuses(attend, given(1026, 1, np.float16), "tree")
+    refuses(attend, given(1, 129, np.float16), "q_nope")
+    attend(**given(1026, 129, np.float32))
 
 
 def test_outputs_of_attention_do_not_share_memory() -> None:

@@ -184,12 +184,16 @@ def check_contiguous(views: dict[str, Any]) -> None:
         check_array(name, view, (view.dtype.type,), **sizes)
 
 
-def check_tensor_core_limits(given: Arguments) -> None:
-    """Check the limits of the kernels of tensor cores: widths, heads and slots."""
+def check_tensor_core_widths(given: Arguments) -> None:
+    """Check the widths that the kernels of tensor cores are made for; the reference takes any."""
     for name, label, width in (("q_nope", "D_CKV", LATENT), ("q_pe", "D_KPE", ROPE)):
         if (found := given.views[name].shape[3]) != width:
             expected = f"{label} = {width}, the width that the kernels of tensor cores are made for"
             raise ArgumentError(name, f"{label} = {found}", expected)
+
+
+def check_tensor_core_limits(given: Arguments) -> None:
+    """Check the limits of attention in 16 bits: heads and slots."""
     if given.heads > MAX_HEADS:
         raise ArgumentError("q_nope", f"H = {given.heads} heads", f"at most {MAX_HEADS}")
     if given.slots > MAX_SLOTS:

@@ -39,6 +39,7 @@ from numba_ddtree.tree_attention.arguments import (
     MAX_SLOTS,
     Arguments,
     check_tensor_core_limits,
+    check_tensor_core_widths,
     check_values,
     gather_arguments,
 )
@@ -323,6 +324,7 @@ class TreeAttention:
             if self.kernel == SHARED_SCORES:
                 return run_shared_scores(given, self.max_prefix_length, out, lse, stream)
             check_tensor_core_limits(given)
+            check_tensor_core_widths(given)
             return run_tensor_cores(
                 given, self.kernel, self._sizes, self.out_dtype, out, lse, stream, memory=self._memory
             )

@@ -10,6 +10,7 @@ from numba_ddtree.tree import Array, DraftTree
 from numba_ddtree.tree_attention.arguments import (
     MAX_SLOTS,
     check_tensor_core_limits,
+    check_tensor_core_widths,
     check_values,
     gather_arguments,
 )
@@ -87,11 +88,14 @@ def tree_tail_attention(
     check_kernel(kernel, given.dtype)
     out_dtype = output_dtype(given.dtype, out_dtype, out)
     pages = check_values(given, None)[1] if given.placement.on_host or validate else None
-    if use_reference(backend, given.placement, stream):
+    runs_reference = use_reference(backend, given.placement, stream)
+    if given.dtype != FLOAT32:
+        check_tensor_core_limits(given)
+    if runs_reference:
         return run_reference(given, pages, out_dtype, out, lse, sees_prefix=False)
     if given.dtype == FLOAT32:
         return run_shared_scores(given, MAX_KEYS - MAX_SLOTS, out, lse, stream, sees_prefix=False)
-    check_tensor_core_limits(given)
+    check_tensor_core_widths(given)
     require_device()
     with device_context(given.placement.device_id):
         # A path is short, which the kernel with less to set up is quicker at.

@@ -12,6 +12,7 @@ from numba_ddtree.tree_attention.arguments import (
     MAX_SLOTS,
     Arguments,
     check_tensor_core_limits,
+    check_tensor_core_widths,
     check_values,
     gather_arguments,
 )
@@ -78,9 +79,9 @@ def verify_attention(
     ----------
     q_nope : float32, float16 or bfloat16 [B, N, H, D_CKV]
         Queries against the latent part, with the key up-projection absorbed. D_CKV is 512 in DeepSeek V3
-        and Kimi K2. In float16 and bfloat16 the kernels take that width alone, at most 128 heads and 1025
-        slots, and on a device any layout with rows at one distance, a multiple of 16 bytes, such as slices
-        of one array [B, N, H, 576]; in float32 any width, C-contiguous on a device.
+        and Kimi K2. In float16 and bfloat16 the kernels take that width alone; there are at most 128 heads
+        and 1025 slots, and on a device any layout will do with rows at one distance, a multiple of 16 bytes,
+        such as slices of one array [B, N, H, 576]; in float32 any width, C-contiguous on a device.
     q_pe : [B, N, H, D_KPE], of the same dtype
         Rotary part of the queries; 64 there.
     ckv_cache : [B, S, D_CKV] or, paged, [pages, page_size, D_CKV], of the same dtype
@@ -177,6 +178,7 @@ def verify_attention(
     if given.dtype == FLOAT32:
         by_default = int(given.views["ckv_cache"].shape[1]) - 1 if longest is None else longest
         return run_shared_scores(given, by_default if bound is None else bound, out, lse, stream)
+    check_tensor_core_limits(given)
     bound = needed_bound(given) if bound is None else bound
     sizes = split_sizes(
         split_keys,
@@ -187,7 +189,7 @@ def verify_attention(
     )
     if runs_reference:
         return run_reference(given, pages, out_dtype, out, lse)
-    check_tensor_core_limits(given)
+    check_tensor_core_widths(given)
     require_device()
     with device_context(given.placement.device_id):
         chosen = choose_kernel(kernel, given.dtype)
