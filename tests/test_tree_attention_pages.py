@@ -27,7 +27,7 @@ from attention_checks import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import numpy_library
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, finfo
 from numpy.typing import NDArray
 
 import numba_ddtree
@@ -210,6 +210,19 @@ def test_random_inputs_are_good_and_judged_well(rng: np.random.Generator) -> Non
                 assert_accurate(inputs, out * out.dtype.type(1.01), lse)
             with pytest.raises(AssertionError):
                 assert_accurate(inputs, out, np.where(np.isfinite(lse), lse * np.float32(1.001), lse))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, bfloat16])
+def test_what_rounds_to_a_negative_zero_is_zero(rng: np.random.Generator, dtype: Any) -> None:
+    inputs = make_inputs(rng, [3], N=1, H=2, dtype=dtype, magnitude=0.0)
+    rows = np.zeros((4, inputs.cache.shape[-1]), dtype)
+    rows[1] = -finfo(dtype).smallest_subnormal  # of four keys of equal weight
+    inputs = with_rows(rng, inputs, [rows], None)
+    out, lse = compute(HOST, inputs, backend="numpy")
+    assert out.dtype == dtype
+    assert (out == 0).all()
+    assert not np.signbit(out).any()
+    np.testing.assert_allclose(lse, np.log(4), rtol=1e-6)
 
 
 # Bad arguments.

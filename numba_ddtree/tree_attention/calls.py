@@ -63,7 +63,10 @@ def run_reference(
     *,
     sees_prefix: bool = True,
 ) -> tuple[Array, Array]:
-    """Run the reference on host arrays: in float32 for float32, otherwise in float64, rounded at the end."""
+    """Run the reference on host arrays: in float32 for float32, otherwise in float64, rounded at the end.
+
+    What rounds to -0 is 0, as kernels write it.
+    """
     out_exact, lse_exact = reference.tree_attention(
         *(given.views[name] for name in (*QUERIES_AND_CACHES, *TREE)),
         given.prefix_lengths_on_host(),
@@ -73,7 +76,7 @@ def run_reference(
         sees_prefix,
     )
     computed = {
-        "out": out_exact.astype(out_dtype, copy=False),
+        "out": out_exact.astype(out_dtype, copy=False) + out_dtype.type(0),
         "lse": lse_exact.astype(np.float32, copy=False),
     }
     outputs = {name: array for name, array in (("out", out), ("lse", lse)) if array is not None}
