@@ -135,12 +135,13 @@ def bad_options(L: int, K: int, max_budget: int) -> dict[str, tuple[dict[str, An
 
     # The even requests have the budget 1, so that they never ask for the cost of the largest tree.
     last = max_budget
+    least = -1.01 * np.log(K)  # the best of K candidates that make up all has more
     return {
         "no depth": ({"max_depths": ints(1, 0, L, 0)}, "max_depths[1]"),
         "too deep": ({"max_depths": ints(1, L + 1, L, -1)}, "max_depths[1]"),
         "no candidates": ({"max_candidates": ints(1, 0, K, -5)}, "max_candidates[1]"),
         "too many candidates": ({"max_candidates": ints(K, K + 1, K, 2**31 - 1)}, "max_candidates[1]"),
-        "least is NaN": ({"min_log_prob": np.array([-1, np.nan, -9, np.nan])}, "min_log_prob[1]"),
+        "least is NaN": ({"min_log_prob": np.array([least, np.nan, -9, np.nan])}, "min_log_prob[1]"),
         "cost is NaN": ({"verify_cost": cost(last, np.nan)}, f"verify_cost[{last}]"),
         "cost is infinite": ({"verify_cost": cost(last, np.inf)}, f"verify_cost[{last}]"),
         "cost is 0": ({"verify_cost": cost(last, -0.5), "draft_cost": 0.5}, f"verify_cost[{last}]"),
