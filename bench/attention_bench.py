@@ -22,7 +22,7 @@ TIMING = (
     "20; {prefixes}; plans for prefixes of 131072 keys, or of more where the shape has more; pages of 64; "
     "splits: as by default for such a plan, as the device chooses (fastest), none (one); TFLOP/s count the "
     "products of all nodes with all keys, 2 B N H (prefix + N) 1088; host_us: the call on the host with out= "
-    "and lse=, without waiting, median; FlashMLA has no mask; torch's have, and caches without pages"
+    "and lse=, without waiting, median; FlashMLA alone has no mask; torch's have, and caches without pages"
 )
 
 

@@ -223,7 +223,7 @@ def device_view(name: str, array: Any) -> Any:
     view = _view_of(array.__class__)
     try:
         return view(array)
-    except (BufferError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
         got = f"{type(array).__name__} ({error})"
         raise ArgumentError(name, got, "an array of bfloat16 or of a dtype that numpy has") from error
 

@@ -60,6 +60,13 @@ class _SimulatedShared:
             return self._arrays[line]
 
 
+def _launch_context() -> Any:
+    """Return what the simulator has for the running kernel in the place of `cuda`."""
+    from numba.cuda.simulator.kernel import _get_kernel_context
+
+    return _get_kernel_context()
+
+
 class _SimulatedTarget:
     def __init__(self) -> None:
         self._shared: WeakKeyDictionary[Any, _SimulatedShared] = WeakKeyDictionary()  # by launch
@@ -67,18 +74,14 @@ class _SimulatedTarget:
 
     @property
     def shared(self) -> _SimulatedShared:
-        from numba.cuda.simulator.kernel import _get_kernel_context
-
-        context = _get_kernel_context()
+        context = _launch_context()
         with self._lock:
             if context not in self._shared:
                 self._shared[context] = _SimulatedShared(context.shared)
             return self._shared[context]
 
     def __getattr__(self, name: str) -> Any:
-        from numba.cuda.simulator.kernel import _get_kernel_context
-
-        context = _get_kernel_context()
+        context = _launch_context()
         return getattr(context if hasattr(context, name) else _target, name)
 
 

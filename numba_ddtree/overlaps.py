@@ -125,7 +125,7 @@ def _share_memory(first: Any, second: Any) -> bool:
         # numpy's type stubs know of no limits but none.
         return np.shares_memory(_Bytes(first).array, _Bytes(second).array, max_work=WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
-        return False
+        return False  # slices are never so entangled, and what may be right is not refused
 
 
 class _Bytes:

@@ -60,27 +60,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add, tokens = parser.add_argument, whole_number(1, MAX_TOKENS)
     add("--results", type=Path, default=_FOLDER, help="the folder of results (default: bench/results)")
-    add(
-        "--batch",
-        type=whole_numbers(1, MAX_BATCH),
-        default=(8, 32, 128),
-        metavar="N,N,...",
-        help="(default: 8,32,128)",
-    )
-    add(
-        "--budget",
-        type=whole_numbers(1, MAX_BUDGET),
-        default=(16, 64, 256),
-        metavar="N,N,...",
-        help="(default: 16,64,256)",
-    )
-    add(
-        "--devices",
-        type=whole_numbers(1, MAX_DEVICES),
-        default=(1, 2, 4, 8),
-        metavar="N,N,...",
-        help="(default: 1,2,4,8)",
-    )
+    for name, most, default in (
+        ("--batch", MAX_BATCH, (8, 32, 128)),
+        ("--budget", MAX_BUDGET, (16, 64, 256)),
+        ("--devices", MAX_DEVICES, (1, 2, 4, 8)),
+    ):
+        text = f"(default: {','.join(map(str, default))})"
+        add(name, type=whole_numbers(1, most), default=default, metavar="N,N,...", help=text)
     add("--heads-over-devices", action="store_true", help="split heads, and not requests")
     add("--prefix", type=tokens, default=4096, help="mean length of the prompts (default: 4096)")
     add("--new-tokens", type=tokens, default=512, help="tokens that a request writes (default: 512)")
