@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from typing import Any
 
 import numpy as np
-from emulated_warpgroups import MAPS, hopper_module, options, run_block
+from emulated_warpgroups import MAPS, hopper_module, local, options, run_block
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
@@ -24,7 +25,7 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     sequences_alone,
 )
 
-from numba_ddtree.tree_attention import path_blocks  # noqa: E402
+from numba_ddtree.tree_attention import hopper_loads, hopper_state, path_blocks  # noqa: E402
 
 MAP_BYTES = 128
 FIRST_MAP = 4096
@@ -47,6 +48,34 @@ CASES = {
     "tail": Case([100], 9, 16, page_size=16, split_blocks=1, sees_prefix=False),
     "negative scale": Case([70], 3, 64, scale=-SCALE),
 }
+
+
+def count_late() -> None:
+    """Let what paths decide of an item be wrong until long after its keys may be asked for."""
+    describe_shared, describe_paths = hopper_loads.describe_shared, hopper_loads.describe_paths
+    state = hopper_state
+    words = (
+        state.STREAM, state.LONGEST, state.GATHER_BEGIN, state.OUTPUT_KIND, state.FIRST_NODE, state.NODES,
+    )  # fmt: skip
+
+    def describe_shared_and_spoil(base: Any, place: Any, *given: Any) -> Any:
+        shared = describe_shared(base, place, *given)
+        if options.is_late and local.thread % 32 == 0:
+            item = np.uint32(base + 4 * state.ITEMS + place * 4 * state.ITEM_WORDS)
+            for word in words:
+                state.set_word(item, word, -1)
+            seen = np.uint32(base + 4 * state.SEEN + place * 4 * hopper.TILE_ROWS)
+            for row in range(hopper.TILE_ROWS):
+                state.set_word(seen, row, -1)
+        hopper_loads.cuda.syncwarp()
+        return shared
+
+    def describe_paths_late(*given: Any) -> Any:
+        if options.is_late:
+            time.sleep(0.05)
+        return describe_paths(*given)
+
+    hopper_loads.describe_shared, hopper_loads.describe_paths = describe_shared_and_spoil, describe_paths_late
 
 
 def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -116,6 +145,7 @@ def check_packing(rng: np.random.Generator) -> None:
 
 
 def main(names: list[str]) -> None:
+    count_late()
     for name in names:
         rng = np.random.default_rng(len(name))
         if name == "packing":

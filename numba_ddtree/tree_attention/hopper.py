@@ -41,6 +41,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     CHUNK_BYTES,
     FAULT,
     GATHERED,
+    ITEM_COUNTED,
     ITEM_FREE,
     ITEM_FULL,
     ITEM_WORDS,
@@ -266,7 +267,7 @@ def make_kernel(number: str, name: str) -> Any:
         number, turn, gathers = uint32(0), uint32(0), uint32(0)
         base = fresh_shared_address_of(s_words)
         item, _ = item_places(base, number)
-        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_FULL)), uint32(0))
+        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_COUNTED)), uint32(0))
         if word_at(item, REQUEST) < 0:
             return
         announce_p1_free()
@@ -337,7 +338,7 @@ def make_kernel(number: str, name: str) -> Any:
             announce_p1_read()
             number = uint32(fresh_word(int32(number + uint32(1))))
             wait_for(
-                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
+                uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + uint32(number & uint32(1)))),
                 uint32(uint32(number >> uint32(1)) & uint32(1)),
             )
             next_item, _ = item_places(base, number)
@@ -363,7 +364,7 @@ def make_kernel(number: str, name: str) -> Any:
         number, turn, gathers = uint32(0), uint32(0), uint32(0)
         base = fresh_shared_address_of(s_words)
         item, _ = item_places(base, number)
-        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_FULL)), uint32(0))
+        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_COUNTED)), uint32(0))
         if word_at(item, REQUEST) < 0:
             return
         announce_p0_free()
@@ -446,7 +447,7 @@ def make_kernel(number: str, name: str) -> Any:
             announce_outcomes()
             number = uint32(fresh_word(int32(number + uint32(1))))
             wait_for(
-                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
+                uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + uint32(number & uint32(1)))),
                 uint32(uint32(number >> uint32(1)) & uint32(1)),
             )
             next_item, _ = item_places(base, number)
@@ -518,6 +519,9 @@ def make_kernel(number: str, name: str) -> Any:
             for place in range(uint32(2)):
                 start_barrier(uint32(barriers + uint32(8) * (uint32(GATHERED) + uint32(place))), uint32(32))
                 start_barrier(uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(place))), uint32(1))
+                start_barrier(
+                    uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + uint32(place))), uint32(1)
+                )
                 start_barrier(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + uint32(place))), uint32(11))
             for place in range(uint32(6)):
                 start_barrier(uint32(barriers + uint32(8) * (uint32(ROTARY_FREE) + uint32(place))), uint32(4))

@@ -20,6 +20,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     IN_ROWS,
     IN_SLOT,
     IS_FOLDED,
+    ITEM_COUNTED,
     ITEM_FREE,
     ITEM_FULL,
     ITEM_WORDS,
@@ -99,26 +100,52 @@ if not SIMULATED:
 
 
 @device_routine
-def describe_item(  # type: ignore[no-untyped-def]
+def describe_shared(  # type: ignore[no-untyped-def]
     base, place, tree, request, tile, split, length, slot, is_folded, sees_prefix
 ):  # fmt: skip
-    """Write what an item is to place 0 or 1, by a warp; return its number (int32) of blocks.
+    """Write what an item is to place 0 or 1, but for what its paths decide; by a warp.
 
-    Request -1 is the end of all items.
+    Returns its number (int32) of shared blocks. Request -1 is the end of all items.
     """
+    item = uint32(base + uint32(4 * ITEMS) + place * uint32(4 * ITEM_WORDS))
+    is_writer = fresh_lane() == uint32(0)
+    if is_writer:
+        set_word(item, REQUEST, request)
+    if request < 0:
+        return int32(0)
+    prefix = prefix_of(tree, request)
+    first_row = int32(tile * int32(TILE_ROWS))
+    rows = int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)
+    rows = int32(min(int32(TILE_ROWS), rows))
+    begin = int32(split * length)
+    path_begin = int32(uint32(prefix) // uint32(KEY_BLOCK))
+    # The longest row reaches the prefix's end, whatever its path.
+    end = int32(min(int64(path_begin), int64(begin) + int64(length)))
+    shared = int32(max(int32(0), int32(end - begin))) if sees_prefix != 0 else int32(0)
+    if is_writer:
+        set_word(item, SPLIT, split)
+        set_word(item, FIRST_ROW, first_row)
+        set_word(item, ROWS, rows)
+        set_word(item, PREFIX, prefix)
+        set_word(item, SHARED_BEGIN, begin)
+        set_word(item, SHARED, shared)
+        set_word(item, FAULT, 0)
+        set_word(item, LENGTH, length)
+        request_rows = int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
+        row_64 = int64(int64(request) * request_rows + int64(first_row))
+        set_word(item, ROW_LOW, int32(row_64 & int64(0xFFFFFFFF)))
+        set_word(item, ROW_HIGH, int32(row_64 >> int64(32)))
+        set_word(item, SLOT_ROW, int32(slot * int32(TILE_ROWS)))
+        set_word(item, IS_FOLDED, is_folded)
+    return shared
+
+
+@device_routine
+def describe_paths(base, place, tree, request, tile, split, length, shared, is_folded):  # type: ignore[no-untyped-def]
+    """Write what an item's paths decide, by a warp; return its number (int32) of blocks."""
     lane = fresh_lane()
     item = uint32(base + uint32(4 * ITEMS) + place * uint32(4 * ITEM_WORDS))
     seen = uint32(base + uint32(4 * SEEN) + place * uint32(4 * TILE_ROWS))
-    is_writer = lane == uint32(0)
-    if is_writer:
-        set_word(item, REQUEST, request)
-        set_word(item, ROWS, 0)
-        set_word(item, FIRST_ROW, 0)
-        set_word(item, ROW_LOW, 0)
-        set_word(item, ROW_HIGH, 0)
-        set_word(item, FAULT, 0)
-    if request < 0:
-        return int32(1)
     prefix = prefix_of(tree, request)
     first_row = int32(tile * int32(TILE_ROWS))
     rows = int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)
@@ -135,12 +162,8 @@ def describe_item(  # type: ignore[no-untyped-def]
         longest = uint32(max(longest, uint32(keys_seen)))
     longest, shortest = warp_max(longest), uint32(~warp_max(uint32(~shortest)))
     begin = int32(split * length)
-    path_begin = int32(uint32(prefix) // uint32(KEY_BLOCK))
     end = int32(uint32(longest + uint32(KEY_BLOCK - 1)) // uint32(KEY_BLOCK))
     end = int32(min(int64(end), int64(begin) + int64(length)))
-    shared = int32(0)
-    if sees_prefix != 0:
-        shared = int32(max(int32(0), int32(min(end, path_begin) - begin)))
     splits, kind = splits_of(longest, length), int32(MIXED)
     if splits_of(shortest, length) == splits:
         if splits == 1:
@@ -149,31 +172,26 @@ def describe_item(  # type: ignore[no-untyped-def]
             kind = int32(IN_SLOT)
     first_node, nodes = nodes_of(first_row, rows, tree.heads)
     stream = shared
-    gather_begin = int32(max(path_begin, begin))
+    gather_begin = int32(max(int32(uint32(prefix) // uint32(KEY_BLOCK)), begin))
     for path_block in range(gather_begin, end):
         _, _, count = group_shape(prefix, int32(path_block), int32(longest))
         stream = int32(stream + int32(uint32(nodes + count - int32(1)) // uint32(count)))
-    if is_writer:
-        set_word(item, SPLIT, split)
-        set_word(item, FIRST_ROW, first_row)
-        set_word(item, ROWS, rows)
-        set_word(item, PREFIX, prefix)
-        set_word(item, SHARED_BEGIN, begin)
-        set_word(item, SHARED, shared)
+    if lane == uint32(0):
         set_word(item, STREAM, stream)
         set_word(item, LONGEST, longest)
         set_word(item, GATHER_BEGIN, gather_begin)
-        set_word(item, LENGTH, length)
         set_word(item, FIRST_NODE, first_node)
         set_word(item, NODES, nodes)
-        request_rows = int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
-        row_64 = int64(int64(request) * request_rows + int64(first_row))
-        set_word(item, ROW_LOW, int32(row_64 & int64(0xFFFFFFFF)))
-        set_word(item, ROW_HIGH, int32(row_64 >> int64(32)))
-        set_word(item, SLOT_ROW, int32(slot * int32(TILE_ROWS)))
-        set_word(item, IS_FOLDED, is_folded)
         set_word(item, OUTPUT_KIND, kind)
     return int32(max(stream, int32(split == 0)))
+
+
+@device_routine
+def tell(at, event):  # type: ignore[no-untyped-def]
+    """Arrive at one of an item's barriers, once the whole warp has written."""
+    cuda.syncwarp()
+    if fresh_lane() == uint32(0):
+        arrive(uint32(at + uint32(8) * uint32(event)))
 
 
 @device_routine
@@ -203,13 +221,19 @@ def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_
             parity = uint32(uint32(uint32(number >> uint32(1)) & uint32(1)) ^ uint32(1))
             wait_for(uint32(at + uint32(8 * ITEM_FREE)), parity)
             # A split that no row of the tile reaches is no item, but the first one is there to be written.
-            blocks = describe_item(
+            # One with shared blocks is an item for sure: keys and queries may come while paths are counted.
+            shared = describe_shared(
                 base, place, tree, request, tile, split, length, slot, is_folded, sees_prefix
             )
+            is_told, blocks = shared > 0 or request < 0, int32(1)
+            if is_told:
+                tell(at, ITEM_FULL)
+            if request >= 0:
+                blocks = describe_paths(base, place, tree, request, tile, split, length, shared, is_folded)
             if blocks > 0:
-                cuda.syncwarp()
-                if fresh_lane() == uint32(0):
-                    arrive(uint32(at + uint32(8 * ITEM_FULL)))
+                if not is_told:
+                    tell(at, ITEM_FULL)
+                tell(at, ITEM_COUNTED)
                 number = uint32(number + uint32(1))
             split = int32(split + int32(1))
 
@@ -359,10 +383,17 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, which):  #
         if in_boxes != 0 and int32(lane) < shared:
             next_pages = page_and_row(keys, request, int32(shared_begin + int32(lane)))
         # The path block that comes at `place`, and the first of the nodes that share it.
-        place, path_block, first = shared, word_at(item, GATHER_BEGIN), int32(0)
-        blocks = int32(uint32(word_at(item, STREAM) + int32(1)) & uint32(0xFFFFFFFE))
-        blocks = int32(max(int32(2), blocks))
-        for index in range(int32(which), blocks, int32(2)):
+        place, path_block, first = shared, int32(0), int32(0)
+        # Whether blocks come after the shared ones is known when paths are counted.
+        blocks, index, is_counted = shared, int32(which), False
+        while True:
+            if not is_counted and index >= shared:
+                wait_for(uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + slot)), phase)
+                is_counted, path_block = True, word_at(item, GATHER_BEGIN)
+                blocks = int32(uint32(word_at(item, STREAM) + int32(1)) & uint32(0xFFFFFFFE))
+                blocks = int32(max(int32(2), blocks))
+            if index >= blocks:
+                break
             parity = uint32(uint32(turn & uint32(1)) ^ uint32(1))
             if in_boxes != 0 and index < shared:
                 if index & 31 == int32(which):
@@ -430,6 +461,7 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, which):  #
                         arrive(uint32(full + uint32(8) * uint32(chunk)))
                 arrive_after_copies(uint32(barriers + uint32(8) * (uint32(GATHERED) + which)))
             turn = uint32(turn + uint32(1))
+            index = int32(index + int32(2))
         cuda.syncwarp()
         if lane == uint32(0):
             arrive(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + slot)))

@@ -26,8 +26,8 @@ ALIGNMENT = 1024
 QUERIES_FULL, QUERIES_FREE = 0, 1
 KEYS_FULL = 2  # nine of each buffer: the latent chunks, the rotary one
 GATHERED, ROTARY_FREE, LEFT_FREE, RIGHT_FREE = 20, 22, 24, 26
-ITEM_FULL, ITEM_FREE = 28, 30
-BARRIERS = 32
+ITEM_FULL, ITEM_FREE, ITEM_COUNTED = 28, 30, 32
+BARRIERS = 34
 
 # Words of shared memory.
 MAXIMA = STATE_AT // 4 + 2 * BARRIERS  # of each row after the first and after the second block of a pair
@@ -44,6 +44,8 @@ SHARED_BYTES = 4 * (RECORDS + 2 * RECORD_WORDS)
 # Words of an item: the shared blocks, `SHARED` from `SHARED_BEGIN` on, come first of `STREAM` in all, then
 # those with path keys; the longest row sees `LONGEST` keys, and a split has `LENGTH` blocks. Partial results
 # go to rows from `SLOT_ROW` on, where an item that `IS_FOLDED` finds what the splits before have come to.
+# What paths decide is there only with `ITEM_COUNTED`: `STREAM`, `LONGEST`, `GATHER_BEGIN`, `OUTPUT_KIND`,
+# `FIRST_NODE`, `NODES`, and the keys of `SEEN`.
 (
     REQUEST,
     SPLIT,
