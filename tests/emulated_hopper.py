@@ -34,6 +34,7 @@ MAX_KEYS = 2**30
 
 CASES = {
     "prefix alone": Case([200], 1, 64, page_size=64),
+    "pages of two blocks": Case([300], 1, 64, page_size=128, split_blocks=3, workers=2),
     "one block": Case([20], 1, 64),
     "shared groups": Case([100], 9, 16, page_size=16, workers=2),
     "late": Case([100], 9, 16, page_size=64, workers=2, is_late=True),

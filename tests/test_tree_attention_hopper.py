@@ -13,6 +13,7 @@ CASES = (
     "packing",
     "one block",
     "prefix alone",
+    "pages of two blocks",
     "shared groups",
     "late",
     "late pairs",

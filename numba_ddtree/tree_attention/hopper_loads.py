@@ -275,15 +275,22 @@ def load_queries(s_words, q_nope, nope_stride, lane):  # type: ignore[no-untyped
 
 
 @device_routine
+def page_of_block(keys, block):  # type: ignore[no-untyped-def]
+    """Place (uint32) of a block's page among the request's, for pages of whole blocks."""
+    if keys.page_size == KEY_BLOCK:  # the common size, without a division
+        return uint32(block)
+    return uint32(uint32(uint32(block) * uint32(KEY_BLOCK)) // uint32(keys.page_size))
+
+
+@device_routine
 def page_and_row(keys, request, block):  # type: ignore[no-untyped-def]
     """Page of a request that has a block of keys, for pages of whole blocks."""
-    position = uint32(uint32(block) * uint32(KEY_BLOCK))
     page = int32(request)
     if keys.page_starts.shape[0] > 0:
-        place = uint32(uint32(keys.page_starts[uint32(request)]) + position // uint32(keys.page_size))
+        place = uint32(uint32(keys.page_starts[uint32(request)]) + page_of_block(keys, block))
         page = keys.page_table[place]
     elif keys.page_table.shape[0] > 0:
-        place_64 = int64(request) * int64(keys.table_stride) + int64(position // uint32(keys.page_size))
+        place_64 = int64(request) * int64(keys.table_stride) + int64(page_of_block(keys, block))
         page = keys.page_table[place_64]
     return int32(page)
 
@@ -404,8 +411,9 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, which):  #
                 page = cuda.shfl_sync(0xFFFFFFFF, pages, index & 31)
                 row = int32(0)
                 if is_leader:
-                    position = uint32(uint32(shared_begin + int32(index)) * uint32(KEY_BLOCK))
-                    row = int32(position - position // uint32(keys.page_size) * uint32(keys.page_size))
+                    block = int32(shared_begin + int32(index))
+                    row = int32(block * int32(KEY_BLOCK))
+                    row = int32(row - int32(page_of_block(keys, block) * uint32(keys.page_size)))
                     if uint32(page) >= uint32(keys.num_pages):
                         set_word(item, FAULT, 1)
                         page = int32(0)
