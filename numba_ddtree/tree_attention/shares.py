@@ -17,8 +17,9 @@ import numpy as np
 
 from numba_ddtree.cuda_target import cuda, device_routine, int32, uint32
 from numba_ddtree.device.warp import LANES, warp_ballot, warp_broadcast, warp_max, warp_running_sum
-from numba_ddtree.tree_attention.split_items import blocks_of, tiles_in_use
-from numba_ddtree.tree_attention.work import MAX_WORKERS, SplitPlan
+from numba_ddtree.tree_attention.path_blocks import group_shape
+from numba_ddtree.tree_attention.split_items import blocks_of, prefix_of, tiles_in_use
+from numba_ddtree.tree_attention.work import KEY_BLOCK, MAX_WORKERS, TILE_ROWS, SplitPlan
 
 SHARE_SIGNATURE = "int32, int32, int32, int32"
 ITEM_BLOCKS = 4  # blocks' worth of time that an item takes beside its blocks
@@ -53,67 +54,92 @@ def parts_and_blocks(tree: Any, keys: Any, request: Any, max_keys: Any, parts: A
 
 
 @device_routine
+def gathered_more(tree: Any, request: Any, blocks: Any) -> Any:
+    """Blocks (int32) that paths of a full tile's nodes take beside those of one node; see `path_blocks`."""
+    if tree.heads >= TILE_ROWS:
+        return int32(0)  # rows of one node, or of two, for which no time is spent here
+    prefix = prefix_of(tree, request)
+    longest = int32(prefix + min(tree.num_nodes[uint32(request)], tree.max_path))
+    nodes = uint32(min(tree.num_nodes[uint32(request)], int32(quotient(TILE_ROWS, tree.heads))))
+    more = int32(0)
+    for block in range(int32(uint32(prefix) // uint32(KEY_BLOCK)), int32(blocks)):
+        _, _, count = group_shape(prefix, int32(block), longest)
+        more = int32(more + int32(quotient(nodes, count)) - int32(1))
+    return more
+
+
+@device_routine
 def share_out(tree: Any, keys: Any, share: Any, max_keys: Any) -> Any:
     """Share the work out: tiles taken whole, blocks of a split, and tiles of the rest; the warp takes part.
 
     All three are int32. The rest is taken whole, too, where its splits would not end earlier, or where it
     has no slots.
     """
-    length = uint32(share.split_blocks)
+    length = share.split_blocks
     if share.max_splits == 1:
         return int32(ALL_WHOLE), int32(length), int32(0)
     batch = int32(tree.num_nodes.shape[0])
     lane = int32(cuda.threadIdx.x & 31)
-    total, in_all, longest = int32(0), int32(0), uint32(1)
+    total, in_all, longest, more = int32(0), int32(0), uint32(1), uint32(0)
     for start in range(0, batch, LANES):
         count, blocks = parts_and_blocks(tree, keys, int32(int32(start) + lane), max_keys, 1)
         total = int32(total + warp_broadcast(warp_running_sum(count), LANES - 1))
         in_all = int32(in_all + warp_broadcast(warp_running_sum(int32(count * blocks)), LANES - 1))
         longest = uint32(max(longest, warp_max(uint32(blocks))))
+        own_more = int32(0)
+        if count > 0:
+            own_more = gathered_more(tree, int32(int32(start) + lane), blocks)
+        more = uint32(max(more, warp_max(uint32(own_more))))
     workers = uint32(share.workers)
     rest = uint32(uint32(total) - uint32(total) // workers * workers)
     if rest == uint32(0) or rest > uint32(share.rest_tiles):
         return int32(ALL_WHOLE), int32(length), int32(0)
-    typical = quotient(in_all, total)
-    if length == uint32(0):
-        length = balanced_length(share, rest, longest, typical)
-    if time_of_rest(share, rest, longest, typical, length) >= uint32(longest + uint32(ITEM_BLOCKS)):
+    length, time = best_length(share, rest, longest, quotient(in_all, total), more)
+    if time >= uint32(uint32(longest + more) + uint32(ITEM_BLOCKS)):
         return int32(ALL_WHOLE), int32(share.split_blocks), int32(0)
     return int32(total - int32(rest)), int32(length), int32(rest)
 
 
 @device_routine
-def time_of_rest(share: Any, rest: Any, longest: Any, typical: Any, length: Any) -> Any:
+def time_of_rest(share: Any, rest: Any, longest: Any, typical: Any, more: Any, length: Any) -> Any:
     """Estimate how long (uint32) the rest takes with splits of a length, in blocks' worth of time.
 
     First the workers share whole splits, so many as `longest` blocks have but not more than tiles of
-    `typical` length may have. Those that are idle at the end take what is left of the tiles; if they are too
-    few, that comes after.
+    `typical` length may have. Those that are idle in the last round take what is left of the tiles; if they
+    are too few, that comes after. A tile's last split has `more` blocks beside those of its range, for paths.
     """
     splits = uint32(longest // length)
     left = uint32(longest - uint32(splits * length))
     items = uint32(rest * min(splits, quotient(typical, length)))
     rounds = quotient(items, share.workers)
     idle = uint32(uint32(rounds * uint32(share.workers)) - items)
-    time = uint32(rounds * uint32(length + uint32(ITEM_BLOCKS)))
-    return uint32(time + (uint32(left + uint32(ITEM_BLOCKS)) if left > 0 and rest > idle else uint32(0)))
+    round_time = uint32(length + uint32(ITEM_BLOCKS))
+    time = uint32(rounds * round_time)
+    if left == 0:
+        return uint32(time + more)
+    last = uint32(uint32(left + more) + uint32(ITEM_BLOCKS))
+    before = uint32(time - round_time) if rounds > 0 and rest <= idle else time
+    return uint32(max(time, uint32(before + last)))
 
 
 @device_routine
-def balanced_length(share: Any, rest: Any, longest: Any, typical: Any) -> Any:
-    """Blocks (uint32) of a split with which the rest is done the soonest; the warp takes part.
+def best_length(share: Any, rest: Any, longest: Any, typical: Any, more: Any) -> Any:
+    """Blocks of a split with which the rest is done the soonest, and its time (uint32 both); by a warp.
 
-    A lane tries one number of splits for the longest key range.
+    A lane tries one number of splits for the longest key range, with the `more` blocks of paths shared out,
+    too. Where `share` says how long a split is, all try that.
     """
     splits = uint32(uint32(cuda.threadIdx.x & 31) + uint32(1))
-    length = quotient(longest, splits)
-    time = uint32(min(time_of_rest(share, rest, longest, typical, length), uint32(MOST_TIME)))
-    if splits > uint32(share.max_splits):
+    length = uint32(share.split_blocks)
+    if length == uint32(0):
+        length = quotient(uint32(longest + more), splits)
+    time = uint32(min(time_of_rest(share, rest, longest, typical, more, length), uint32(MOST_TIME)))
+    if share.split_blocks == 0 and splits > uint32(share.max_splits):
         time = uint32(MOST_TIME)
     # The least time, and of equal ones the least number of splits.
     key = uint32(uint32(~uint32(time << uint32(5))) - uint32(splits - uint32(1)))
-    best = uint32(uint32(~warp_max(key)) & uint32(31))
-    return uint32(warp_broadcast(int32(length), int32(best)))
+    best = int32(uint32(~warp_max(key)) & uint32(31))
+    return uint32(warp_broadcast(int32(length), best)), uint32(warp_broadcast(int32(time), best))
 
 
 @device_routine

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not SIMULATED, reason="the simulator is off")
 
 MOST = np.int32(2**31 - 1)
 WORKERS = 7
+MAX_PATH = 9
 MOST_ITEMS = 400
 
 
@@ -55,8 +56,8 @@ def shared_out(
     bits = np.zeros((len(counts), N, -(-N // 32)), np.uint32)
     found, shared = np.full((WORKERS, MOST_ITEMS, 7), -7, np.int32), np.zeros(3, np.int32)
     list_items[WORKERS, 32](
-        bits, counts, prefixes, 9, H, np.zeros(100, np.int32), how["rest_tiles"], how["length"], how["most"],
-        how["parts"], found, shared,
+        bits, counts, prefixes, MAX_PATH, H, np.zeros(100, np.int32), how["rest_tiles"], how["length"],
+        how["most"], how["parts"], found, shared,
     )  # fmt: skip
     items = [[tuple(map(int, item)) for item in worker if item[0] >= 0] for worker in found]
     whole, length, rest = map(int, shared)
@@ -108,20 +109,53 @@ def test_every_item_once(
         assert all(0 <= slot < rest_tiles * most * parts for slot in slots)
 
 
-def test_the_length_that_balances() -> None:
+def more_blocks(prefix: int, nodes: int, longest: int) -> int:
+    """Count blocks that so many nodes' paths take beside one node's, from groups of 16 keys, four a block."""
+    more = 0
+    for block in range(prefix // KEY_BLOCK, -(-longest // KEY_BLOCK)):
+        common = max(0, prefix - KEY_BLOCK * block) // 16
+        used = -(-min(KEY_BLOCK, longest - KEY_BLOCK * block) // 16)
+        together = (4 - common) // (used - common)
+        more += -(-nodes // together) - 1
+    return more
+
+
+def estimated_time(tiles: int, blocks: int, more: int, size: int) -> int:
+    """Time of tiles with splits of so many blocks: rounds of whole splits, then what is left of the tiles."""
+    items, left = tiles * (blocks // size), blocks % size
+    rounds = -(-items // WORKERS)
+    time = rounds * (size + ITEM_BLOCKS)
+    if left == 0:
+        return time + more
+    is_in_last_round = rounds > 0 and rounds * WORKERS - items >= tiles
+    before = time - is_in_last_round * (size + ITEM_BLOCKS)
+    return max(time, before + left + more + ITEM_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("N", "H", "prefix", "more", "length"),
+    # A tile has 1, 4 or 8 nodes, each with a block of paths of its own; or four nodes share one.
+    [
+        (3, 64, 2045, 0, 0),
+        (9, 20, 2039, 3, 0),
+        (24, 8, 2039, 7, 0),
+        (24, 8, 1984, 1, 0),
+        (24, 8, 1990, 1, 0),
+        (24, 8, 2039, 7, 11),
+    ],
+)
+def test_the_length_that_balances(N: int, H: int, prefix: int, more: int, length: int) -> None:
     # 3 tiles of 32 blocks on 7 workers: two splits of 16 are a round each, three are two rounds of 11.
-    counts, prefixes = np.array([9], np.int32), np.array([32 * KEY_BLOCK - 9], np.int32)
-    _, (whole, chosen, rest) = shared_out(counts, prefixes, 9, 20, rest_tiles=6, length=0, most=32, parts=1)
-    costs = {}
-    for splits in range(1, 33):
-        size = -(-32 // splits)
-        left = 32 % size
-        items = 3 * (32 // size)
-        rounds = -(-items // WORKERS)
-        is_later = left > 0 and rounds * WORKERS - items < 3
-        costs[splits] = rounds * (size + ITEM_BLOCKS) + (left + ITEM_BLOCKS if is_later else 0)
+    assert more_blocks(prefix, min(N, -(-TILE_ROWS // H)), prefix + min(N, MAX_PATH)) == more
+    counts, prefixes = np.array([N], np.int32), np.array([prefix], np.int32)
+    _, (whole, chosen, rest) = shared_out(
+        counts, prefixes, N, H, rest_tiles=6, length=length, most=32, parts=1
+    )
+    sizes = [length] if length else [-(-(32 + more) // splits) for splits in range(1, 33)]
+    times = {size: estimated_time(3, 32, more, size) for size in sizes}  # the longest first
     assert (whole, rest) == (0, 3)
-    assert chosen == -(-32 // min(costs, key=lambda splits: (costs[splits], splits)))
+    assert chosen == min(sizes, key=lambda size: times[size])
+    assert times[chosen] < 32 + more + ITEM_BLOCKS
 
 
 def test_whole_tiles_first_and_the_rest_in_splits() -> None:
