@@ -152,12 +152,14 @@ class PreparedLaunch:
         threads: int,
         arguments: Sequence[Any],
         shared_bytes: int,
+        starts_early: bool = False,
     ) -> None:
         self.name = name
         self.device_id = loaded.device_id
         self.arguments = list(arguments)
         self._loaded = loaded
         self._grid = blocks, 1, 1, threads, 1, 1, shared_bytes
+        self._starts_early = starts_early
         slots = len(loaded.slot_offsets)
         self._words = np.empty(2 * slots, np.uint64)  # the arguments' slots, then the address of each
         loaded.layout.pack_into(self._words.data, 0, *(slot for a in arguments for slot in _slots(a)))
@@ -173,8 +175,12 @@ class PreparedLaunch:
         blocks = self._grid[0]
         if blocks == 0:
             return
-        handle = _driver_stream(stream if type(stream) is int else stream_handle(stream, NO_LIBRARY))
-        (fault,) = driver.cuLaunchKernel(self._loaded.function, *self._grid, handle, self._parameters, 0)
+        handle = stream if type(stream) is int else stream_handle(stream, NO_LIBRARY)
+        function, parameters = self._loaded.function, self._parameters
+        if self._starts_early:
+            (fault,) = driver.cuLaunchKernelEx(_early_launch(self._grid, handle), function, parameters, 0)
+        else:
+            (fault,) = driver.cuLaunchKernel(function, *self._grid, _driver_stream(handle), parameters, 0)
         if fault:
             raise BackendError(f"{self.name}: the launch was refused: {fault}")
 
@@ -299,6 +305,10 @@ class Kernel:
         Blocks that registers are to leave room for on one multiprocessor.
     architecture : str, optional
         The only one that has the kernel's instructions, such as ``"sm_90a"``.
+    starts_early : bool
+        Whether a launch may begin before the kernel ahead of it on the stream has ended, once that one lets
+        it (programmatic dependent launch, compute capability 9.0 and newer). Every thread of the kernel then
+        has to wait, by `ptx.await_kernel_before`, before it reads or writes what others do.
     """
 
     def __init__(
@@ -308,9 +318,11 @@ class Kernel:
         threads: int,
         blocks_per_processor: int = 1,
         architecture: str | None = None,
+        starts_early: bool = False,
     ) -> None:
         self.function = function
         self.architecture = architecture
+        self.starts_early = starts_early
         self.signatures = signatures
         self.threads = threads
         self.launch_bounds = threads, blocks_per_processor
@@ -341,7 +353,9 @@ class Kernel:
         loaded = self.load(_current_device(), tuple(map(_kind, arguments)))
         if shared_bytes > loaded.shared_limit:
             loaded.raise_shared_limit(self.name, shared_bytes)
-        return PreparedLaunch(self.name, loaded, blocks, self.threads, arguments, shared_bytes)
+        return PreparedLaunch(
+            self.name, loaded, blocks, self.threads, arguments, shared_bytes, self.starts_early
+        )
 
     def load(self, device_id: int, kinds: tuple[Kind, ...]) -> LoadedKernel:
         """Load the kernel for its arguments' kinds on the current device, where it is not loaded yet."""
@@ -424,6 +438,20 @@ def _wanted_kinds(signatures: Sequence[str], wanted: set[np.dtype[Any]] | None) 
 @lru_cache(maxsize=256)
 def _driver_stream(handle: int) -> Any:
     return driver.CUstream(handle or driver.CU_STREAM_LEGACY)
+
+
+@lru_cache(maxsize=256)
+def _early_launch(grid: tuple[int, ...], handle: int) -> Any:
+    """Return the driver's configuration of a launch that may start early; never changed, for all threads."""
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    made = driver.CUlaunchConfig()
+    made.gridDimX, made.gridDimY, made.gridDimZ = grid[:3]
+    made.blockDimX, made.blockDimY, made.blockDimZ, made.sharedMemBytes = grid[3:]
+    made.hStream = _driver_stream(handle)
+    made.attrs, made.numAttrs = [attribute], 1
+    return made
 
 
 def _current_device() -> int:

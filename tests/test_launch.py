@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda.bindings import driver as cuda_driver
 from kernel_checks import await_copies, numba_library
 from libraries import cupy_library, torch_library
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from numba_ddtree import ArgumentError, BackendError, code_cache, launch
-from numba_ddtree.arrays import DeviceView, c_strides
+from numba_ddtree.arrays import DeviceView, c_strides, device_view
 from numba_ddtree.launch import LaunchSequence, LoadedKernel, PreparedLaunch, warmup
 from numba_ddtree.round_state import ADVANCE, START_REQUESTS
 from numba_ddtree.tree_accept import accept_tree
@@ -34,10 +35,14 @@ class Driver:
     """Keeps what is launched: the grid, the stream, and the arguments' memory as it is at the launch."""
 
     CU_STREAM_LEGACY = 1
+    CUlaunchAttribute = cuda_driver.CUlaunchAttribute
+    CUlaunchAttributeID = cuda_driver.CUlaunchAttributeID
+    CUlaunchConfig = cuda_driver.CUlaunchConfig
 
     def __init__(self, slots: int, fault: int = 0) -> None:
         self.slots, self.fault = slots, fault
         self.calls: list[tuple[Any, ...]] = []
+        self.early: list[Any] = []  # configurations of the launches that have attributes
         self.memory: list[bytes] = []
 
     def CUstream(self, handle: int) -> int:  # noqa: N802
@@ -48,6 +53,18 @@ class Driver:
 
     def cuLaunchKernel(self, *arguments: Any) -> tuple[int]:  # noqa: N802
         *call, parameters, extra = arguments
+        return self.note(call, parameters, extra)
+
+    def cuLaunchKernelEx(  # noqa: N802
+        self, config: Any, function: Any, parameters: int, extra: int
+    ) -> tuple[int]:
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        self.early.append(config)
+        call = [function, *grid, *block, config.sharedMemBytes, int(config.hStream)]
+        return self.note(call, parameters, extra)
+
+    def note(self, call: list[Any], parameters: int, extra: int) -> tuple[int]:
         assert extra == 0
         self.calls.append(tuple(call))
         addresses = (ctypes.c_uint64 * self.slots).from_address(parameters)
@@ -64,10 +81,11 @@ def loaded(arguments: list[Any]) -> LoadedKernel:
     return LoadedKernel.of(SimpleNamespace(handle=99), 0, [launch._kind(a) for a in arguments])
 
 
-def prepared(arguments: list[Any], blocks: int = 7) -> PreparedLaunch:
-    return PreparedLaunch("kernel", loaded(arguments), blocks, 128, arguments, 4096)
+def prepared(arguments: list[Any], blocks: int = 7, starts_early: bool = False) -> PreparedLaunch:
+    return PreparedLaunch("kernel", loaded(arguments), blocks, 128, arguments, 4096, starts_early)
 
 
+EARLY = cuda_driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 SCALARS = [
     (np.bool_(True), b"\x01"),
     (np.int32(-5), struct.pack("<i", -5)),
@@ -84,11 +102,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(slots: int, fault: int = 0) -> Driver:
         fake = Driver(slots, fault)
         monkeypatch.setattr(launch, "driver", fake)
-        launch._driver_stream.cache_clear()
+        forget()
         return fake
 
+    def forget() -> None:
+        launch._driver_stream.cache_clear()
+        launch._early_launch.cache_clear()
+
     yield install
-    launch._driver_stream.cache_clear()
+    forget()
 
 
 def test_arguments_are_laid_out_as_numba_reads_them(driver: Any) -> None:
@@ -138,15 +160,50 @@ def test_arguments_of_another_kind_are_refused(place: int, argument: Any) -> Non
         given.replace(place, argument)
 
 
-def test_no_blocks_are_no_launch(driver: Any) -> None:
-    given = prepared([np.int32(1)], blocks=0)
+@pytest.mark.parametrize("starts_early", [False, True])
+def test_no_blocks_are_no_launch(driver: Any, starts_early: bool) -> None:
+    given = prepared([np.int32(1)], blocks=0, starts_early=starts_early)
     fake = driver(1)
     given.launch(0)
     assert fake.calls == []
 
 
-def test_a_refused_launch_is_an_error(driver: Any) -> None:
-    given = prepared([np.int32(1)])
+def test_a_launch_may_start_early(driver: Any) -> None:
+    arguments = [np.int32(-5), view((4,), np.float32)]
+    early, other = prepared(arguments, starts_early=True), prepared(arguments)
+    fake = driver(8)
+    for stream in (55, 66, 55, 0):
+        early.launch(stream)
+        other.launch(stream)
+    for config in fake.early:
+        (attribute,) = config.attrs
+        assert config.numAttrs == 1
+        assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed) == (EARLY, 1)
+    # Of several threads each has a stream of its own: what one was told stays as it was.
+    assert [int(config.hStream) for config in fake.early] == [55, 66, 55, Driver.CU_STREAM_LEGACY]
+    functions = [call[0] for call in fake.calls]
+    assert [int(each) for each in functions] == [99] * 8
+    grids = [call[1:] for call in fake.calls]
+    assert grids[::2] == grids[1::2]
+    streams = (55, 66, 55, Driver.CU_STREAM_LEGACY)
+    assert grids[::2] == [(7, 1, 1, 128, 1, 1, 4096, stream) for stream in streams]
+    assert fake.memory == [fake.memory[0]] * 8
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator prepares no launches")
+@pytest.mark.parametrize("starts_early", [False, True])
+def test_kernels_say_whether_they_start_early(monkeypatch: pytest.MonkeyPatch, starts_early: bool) -> None:
+    arguments = [np.int32(1)]
+    kernel = launch.Kernel(lambda number: None, (), 32, starts_early=starts_early)
+    monkeypatch.setattr(launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(kernel, "load", lambda *_: loaded(arguments))
+    made: Any = kernel.prepare(7, *arguments)
+    assert made._starts_early == starts_early
+
+
+@pytest.mark.parametrize("starts_early", [False, True])
+def test_a_refused_launch_is_an_error(driver: Any, starts_early: bool) -> None:
+    given = prepared([np.int32(1)], starts_early=starts_early)
     driver(1, fault=700)
     with pytest.raises(BackendError, match="kernel: the launch was refused: 700"):
         given.launch(0)
@@ -386,6 +443,65 @@ def test_a_sequence_runs_on_every_kind_of_stream(rng: np.random.Generator, form:
     cuda.synchronize()
     want = build_tree(log_probs, ids, 20, backend="numpy")
     np.testing.assert_array_equal(library.get(tree.parents), want.parents)
+
+
+def early_launches(source: Any, results: list[Any]) -> LaunchSequence:
+    """Three kernels, each of what the one before wrote: a slow one, one that starts early, and another."""
+    from numba_ddtree.cuda_target import cuda, int32
+    from numba_ddtree.device.ptx import await_kernel_before, let_next_kernel_begin
+
+    def copy_late(given, copied):  # type: ignore[no-untyped-def]
+        let_next_kernel_begin()
+        for _ in range(100):
+            cuda.nanosleep(10_000)
+        place = cuda.grid(1)
+        copied[place] = given[place]
+
+    def double(given, doubled):  # type: ignore[no-untyped-def]
+        await_kernel_before()
+        place = cuda.grid(1)
+        doubled[place] = int32(2) * given[place]
+
+    def advance(given, advanced):  # type: ignore[no-untyped-def]
+        place = cuda.grid(1)
+        advanced[place] = given[place] + int32(1)
+
+    sequence = LaunchSequence()
+    arrays = [device_view("array", each) for each in (source, *results)]
+    for index, function in enumerate((copy_late, double, advance)):
+        kernel = launch.Kernel(function, (), 128, starts_early=function is double)
+        sequence.launches.append(kernel.prepare(4, arrays[index], arrays[index + 1]))
+    return sequence
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_an_early_launch_sees_what_the_one_before_wrote(rng: np.random.Generator, is_captured: bool) -> None:
+    from cuda.core import Device
+
+    from numba_ddtree.cuda_target import cuda
+
+    device = Device()
+    device.set_current()
+    if tuple(device.compute_capability) < (9, 0):
+        pytest.skip("launches start early from compute capability 9.0 on")
+    source = cuda.to_device(np.zeros(512, np.int32))
+    results = [cuda.to_device(np.full(512, -1, np.int32)) for _ in range(3)]
+    sequence = early_launches(source, results)
+    stream, run = device.create_stream(), sequence.launch
+    if is_captured:
+        builder = stream.create_graph_builder().begin_building()
+        sequence.launch(stream)
+        run = builder.end_building().complete().launch
+    for _ in range(3):
+        numbers = rng.integers(0, 1000, 512).astype(np.int32)
+        source.copy_to_device(numbers)
+        await_copies()
+        for _ in range(2):  # the second finds its memory in use by the first
+            run(stream)
+        stream.sync()
+        np.testing.assert_array_equal(results[1].copy_to_host(), 2 * numbers)
+        np.testing.assert_array_equal(results[2].copy_to_host(), 2 * numbers + 1)
 
 
 @pytest.mark.gpu
