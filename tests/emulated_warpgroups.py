@@ -538,6 +538,7 @@ EMULATIONS: dict[str, dict[str, Any]] = {
     },
     "ptx": {
         "fresh_thread": lambda: np.uint32(local.thread),
+        "let_next_kernel_begin": nothing,
         "shared_address_of": lambda array: BASE,
         "store_shared_word": lambda address, word: store(address, word, np.uint32),
         "copy_async": copy_async,

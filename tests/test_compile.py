@@ -14,6 +14,7 @@ import pytest
 
 import numba_ddtree
 from numba_ddtree.launch import Kernel
+from numba_ddtree.tree_attention.split_merge import MERGE_EARLY, MERGE_SPLITS
 
 if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
     pytest.skip("Numba's simulator compiles nothing", allow_module_level=True)
@@ -72,7 +73,8 @@ def link(code: bytes, architecture: str) -> str:
         nvjitlink.destroy(handle)
 
 
-def compile_to_lto_ir(kernel: Kernel, signature: str, architecture: str) -> bytes:
+def compile_for(kernel: Kernel, signature: str, architecture: str, output: str) -> Any:
+    """Compile to ``"ltoir"``, bytes, or ``"ptx"``, text."""
     from numba.core.sigutils import normalize_signature
 
     from numba_ddtree.cuda_target import cuda
@@ -89,14 +91,18 @@ def compile_to_lto_ir(kernel: Kernel, signature: str, architecture: str) -> byte
                 abi="numba",
                 cc=ARCHITECTURES[architecture],
                 launch_bounds=kernel.launch_bounds,
-                output="ltoir",
+                output=output,
             )
     except Exception as error:
         # What numba-cuda raises where libnvvm or libdevice is not installed; everything else is a fault.
         if type(error).__name__ in ("NvvmSupportError", "DynamicLibNotFoundError"):
             pytest.skip(f"the CUDA toolkit's libraries are missing (extra cu13): {error}")
         raise
-    return bytes(code)
+    return code
+
+
+def compile_to_lto_ir(kernel: Kernel, signature: str, architecture: str) -> bytes:
+    return bytes(compile_for(kernel, signature, architecture, "ltoir"))
 
 
 def test_there_are_kernels() -> None:
@@ -117,3 +123,20 @@ def test_kernel_compiles_without_spills(name: str, architecture: str, index: int
     assert len(frames) == 1, "ptxas' report was not understood"
     assert frames[0] == ("0", "0", "0"), "stack frame, spill stores, spill loads"
     assert "wgmma" not in log, "ptxas warns that it serialised wgmma"
+
+
+MEMORY = r"(?:ld|st|red|atom)\.(?!param|local)|cp\.async|prefetch"
+
+
+def test_the_merge_that_starts_early_touches_memory_only_when_it_has_waited() -> None:
+    text = compile_for(MERGE_EARLY, MERGE_EARLY.signatures[0], "sm_90a", "ptx")
+    before, found, after = text.partition("griddepcontrol.wait")
+    assert found
+    assert not re.search(MEMORY, before[before.index(".entry") :])
+    assert "bra" not in before
+    assert re.search(MEMORY, after)
+
+
+def test_only_the_merge_may_start_before_others_have_ended() -> None:
+    assert [name for name, kernel in KERNELS.items() if kernel.starts_early] == ["merge_early_kernel"]
+    assert "griddepcontrol" not in compile_for(MERGE_SPLITS, MERGE_SPLITS.signatures[0], "sm_90a", "ptx")

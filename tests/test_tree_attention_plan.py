@@ -32,7 +32,7 @@ from numba_ddtree.tree_attention import (
     tensor_maps,
     whole_blocks,
 )
-from numba_ddtree.tree_attention.split_merge import MERGE_SPLITS
+from numba_ddtree.tree_attention.split_merge import MERGE_EARLY, MERGE_SPLITS
 from numba_ddtree.tree_attention.splits import default_split_keys, split_sizes, whole_range
 from numba_ddtree.tree_attention.work import MAX_WORKERS
 
@@ -213,7 +213,9 @@ def test_launches_are_of_signatures_that_are_compiled(
         bound = {"max_prefix_length": P} if function is numba_ddtree.verify_attention else {}
         function(**arguments(paging, dtype), out_dtype=out_dtype, kernel="tensor_cores", **bound)
     module = whole_blocks if limit >= whole_blocks.SHARED_BYTES else block_pieces
-    assert module.KERNELS[np.dtype(dtype).name] in [kernel for kernel, *_ in launched]
+    attend = module.KERNELS[np.dtype(dtype).name]
+    assert {kernel for kernel, *_ in launched} == {attend, MERGE_SPLITS}
+    assert not any(kernel.starts_early for kernel, *_ in launched)
     for kernel, blocks, given in launched:
         assert 0 < blocks < 2**31
         assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))], kernel.name
@@ -238,7 +240,8 @@ def test_the_hopper_kernel_is_launched_by_its_signature(
     numba_ddtree.verify_attention(
         **arguments(paging, dtype), out_dtype=out_dtype, kernel="hopper", max_prefix_length=P
     )
-    assert [kernel for kernel, *_ in launched] == [hopper.KERNELS[np.dtype(dtype).name], MERGE_SPLITS]
+    assert [kernel for kernel, *_ in launched] == [hopper.KERNELS[np.dtype(dtype).name], MERGE_EARLY]
+    assert [kernel.starts_early for kernel, *_ in launched] == [False, True]
     for kernel, blocks, given in launched:
         assert 0 < blocks < 2**31
         assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))], kernel.name

@@ -82,7 +82,7 @@ from numba_ddtree.tree_attention.split_items import (
     TREE_SIGNATURE,
     Tree,
 )
-from numba_ddtree.tree_attention.split_merge import launch_merge
+from numba_ddtree.tree_attention.split_merge import MERGE_EARLY, launch_merge
 from numba_ddtree.tree_attention.tensor_maps import key_maps, takes_boxes
 from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
@@ -101,7 +101,7 @@ if not SIMULATED:
         wait_for,
         wait_for_copies_if,
     )
-    from numba_ddtree.device.ptx import shared_address_of
+    from numba_ddtree.device.ptx import let_next_kernel_begin, shared_address_of
     from numba_ddtree.device.tile import scale_rows, unit_address
     from numba_ddtree.device.wgmma import (
         close_products,
@@ -511,6 +511,9 @@ def make_kernel(number: str, name: str) -> Any:
         thread = uint32(cuda.threadIdx.x)
         lane = uint32(thread & uint32(31))
         warp = uint32(thread >> uint32(5))
+        if max_splits > int32(1) and rest_tiles > int32(0):
+            # The merge is next, and waits for this kernel's end. Where there is none, others' kernels may be.
+            let_next_kernel_begin()
         if thread == uint32(0):
             start_barrier(uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(32))
             start_barrier(uint32(barriers + uint32(8 * QUERIES_FREE)), uint32(8))
@@ -586,4 +589,4 @@ def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
         *result_arguments(work, splits),
         shared_bytes=SHARED_BYTES,
     )
-    launch_merge(transfer, work, splits, int(share.workers), 1)
+    launch_merge(transfer, work, splits, int(share.workers), 1, MERGE_EARLY)

@@ -1,6 +1,12 @@
-"""Merges the partial results of tiles whose splits were several workers', as `split_fold` says."""
+"""Merges the partial results of tiles whose splits were several workers', as `split_fold` says.
+
+Behind the Hopper kernel, the merge may start early: its blocks come while the last items are at work, and
+wait for that kernel's end before they touch memory.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +19,7 @@ from numba_ddtree.tree_attention.split_fold import fold_normaliser, fold_weights
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
 
 if not SIMULATED:
-    from numba_ddtree.device.ptx import product_of
+    from numba_ddtree.device.ptx import await_kernel_before, product_of
     from numba_ddtree.tree_attention.outputs import natural_log_sum, store_pair
 
 THREADS = block_threads(256)
@@ -90,48 +96,58 @@ def merge_row(partials, partial_sums, place, stride, splits, out, lse, row, form
         store_flat(lse, row, natural_log_sum(maximum, total))
 
 
-def merge_splits_kernel(  # type: ignore[no-untyped-def]
-    max_splits,  # int32
-    height,  # int32: rows of a part
-    partials,  # float32 [rows, LATENT]
-    partial_sums,  # float32 [rows, 4]
-    first_rows,  # int64 [parts]
-    num_rest,  # int32 [1]
-    out,  # uint64: address of the output, [B, N, H, LATENT]
-    lse,  # float32 [B, N, H]
-    form,  # int32: of the output
-):
-    lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
-    warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
-    index = uint32(uint32(cuda.blockIdx.x) * uint32(ROWS) + warp)
-    part = uint32(index // uint32(height))
-    if int32(part) >= num_rest[0]:
-        return
-    in_part = int64(uint32(index - part * uint32(height)))
-    place = int64(int64(part) * int64(max_splits) * int64(height) + in_part)
-    splits = int32(load_flat(partial_sums, int64(4) * place + int64(3)))
-    row = int64(first_rows[part] + in_part)
-    if splits > 1:
-        merge_row(partials, partial_sums, place, int64(height), splits, out, lse, row, form, lane)
+def make_merge(starts_early: bool, name: str) -> Any:
+    """Make the kernel: one that starts early waits for the kernel before it touches memory."""
+
+    def merge_kernel(  # type: ignore[no-untyped-def]
+        max_splits,  # int32
+        height,  # int32: rows of a part
+        partials,  # float32 [rows, LATENT]
+        partial_sums,  # float32 [rows, 4]
+        first_rows,  # int64 [parts]
+        num_rest,  # int32 [1]
+        out,  # uint64: address of the output, [B, N, H, LATENT]
+        lse,  # float32 [B, N, H]
+        form,  # int32: of the output
+    ):
+        if starts_early:
+            await_kernel_before()
+        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+        warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
+        index = uint32(uint32(cuda.blockIdx.x) * uint32(ROWS) + warp)
+        part = uint32(index // uint32(height))
+        if int32(part) >= num_rest[0]:
+            return
+        in_part = int64(uint32(index - part * uint32(height)))
+        place = int64(int64(part) * int64(max_splits) * int64(height) + in_part)
+        splits = int32(load_flat(partial_sums, int64(4) * place + int64(3)))
+        row = int64(first_rows[part] + in_part)
+        if splits > 1:
+            merge_row(partials, partial_sums, place, int64(height), splits, out, lse, row, form, lane)
+
+    merge_kernel.__name__ = merge_kernel.__qualname__ = name
+    return merge_kernel
 
 
-MERGE_SPLITS = Kernel(
-    merge_splits_kernel,
-    (
-        "void(int32, int32, float32[:, ::1], float32[:, ::1], int64[::1], int32[::1], uint64, "
-        "float32[:, :, ::1], int32)",
-    ),
-    THREADS,
+SIGNATURE = (
+    "void(int32, int32, float32[:, ::1], float32[:, ::1], int64[::1], int32[::1], uint64, "
+    "float32[:, :, ::1], int32)"
+)
+MERGE_SPLITS = Kernel(make_merge(False, "merge_splits_kernel"), (SIGNATURE,), THREADS)
+MERGE_EARLY = Kernel(
+    make_merge(True, "merge_early_kernel"), (SIGNATURE,), THREADS, architecture="sm_90a", starts_early=True
 )
 
 
-def launch_merge(transfer: Transfer, work: Work, splits: SplitPlan, workers: int, parts: int) -> None:
+def launch_merge(
+    transfer: Transfer, work: Work, splits: SplitPlan, workers: int, parts: int, kernel: Kernel = MERGE_SPLITS
+) -> None:
     """Launch the merge of what so many workers of a kernel, with so many parts a tile, left unmerged."""
     most_tiles = min(splits.rest_tiles, work.tiles, workers)
     if splits.max_splits == 1 or most_tiles == 0:
         return
     transfer.launch(
-        MERGE_SPLITS,
+        kernel,
         most_tiles * TILE_ROWS // ROWS,
         np.int32(splits.max_splits),
         np.int32(TILE_ROWS // parts),
