@@ -251,11 +251,15 @@ if not SIMULATED:
 
         return pack
 
+    def _of_row(elements: list[Any], row: int) -> list[Any]:
+        """Elements of a 16 rows tall tile in the lane's row g, 0, or g + 8, 1."""
+        return [element for index, element in enumerate(elements) if index % 4 // 2 == row]
+
     def _by_rows(instruction: str, elements: list[Any], builder: Any) -> list[Any]:
         """Reduce a 16 rows tall tile's elements in the lane's two rows, from the left."""
         results = []
         for row in range(2):
-            own = [element for index, element in enumerate(elements) if index % 4 // 2 == row]
+            own = _of_row(elements, row)
             result = own[0]
             for element in own[1:]:
                 code = f"{instruction} $0, $1, $2;"
@@ -268,7 +272,18 @@ if not SIMULATED:
         """Largest element of the lane's part of rows g and g + 8 of a 16 rows tall tile: ``max.f32``."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return array_of(builder, _by_rows("max.f32", elements_of(builder, args[0]), builder))
+            results = []
+            for row in range(2):
+                own = _of_row(elements_of(builder, args[0]), row)
+                while len(own) > 1:  # neighbours first: no long chain of what waits for the one before
+                    pairs = zip(own[::2], own[1::2], strict=False)
+                    larger = [
+                        assemble(builder, FLOAT, list(pair), "max.f32 $0, $1, $2;", "=f,f,f", is_pure=True)
+                        for pair in pairs
+                    ]
+                    own = larger + own[2 * len(larger) :]
+                results += own
+            return array_of(builder, results)
 
         return types.UniTuple(types.float32, 2)(tile), generate
 
