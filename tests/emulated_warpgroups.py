@@ -364,6 +364,13 @@ def finished(tile: Any) -> Any:
     return meeting.exchange(local.thread % WARPGROUP, tile, run_products)[local.thread % WARPGROUP]
 
 
+def finished_but_last(tile: Any) -> Any:
+    """Run all steps but the last: each is a group of its own."""
+    if not isinstance(tile, Pending) or len(tile.steps) < 2:
+        return tile
+    return Pending(finished(Pending(tile.tile, tile.steps[:-1])), tile.steps[-1:])
+
+
 def make_product(
     number: str,
     columns: int,
@@ -560,6 +567,7 @@ EMULATIONS: dict[str, dict[str, Any]] = {
     "wgmma": {
         "open_products": nothing,
         "close_products": nothing,
+        "wait_for_all_but_last": finished_but_last,
         "wait_for_all_products": finished,
         "make_undefined": lambda count: lambda: np.full(count, np.nan, np.float32),
         "make_product": make_product,

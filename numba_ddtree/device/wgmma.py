@@ -10,8 +10,8 @@ by 128 bytes, and begin at multiples of 1024. A descriptor says where (PTX ISA, 
 A product runs while its warpgroup goes on: it begins between `open_products` and `close_products`, and its
 tile must not be touched until one of the waits here has returned it. ptxas serialises every product of a
 kernel in which it sees a tile touched before; so a wait ties its tile by an empty instruction, offsets of
-descriptors are immediates within the instruction, and no product runs across a loop's end or into an arm
-of a branch.
+descriptors are immediates within the instruction, no product runs across a loop's end, and an arm of a branch
+into which one runs waits for it before all else.
 """
 
 from __future__ import annotations
@@ -72,6 +72,19 @@ if not SIMULATED:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             assemble(builder, VOID, [], "wgmma.wait_group.sync.aligned 0;", "")
             return array_of(builder, _tied(builder, elements_of(builder, args[0]), [], "", ""))
+
+        return tile(tile), generate
+
+    @intrinsic
+    def wait_for_all_but_last(typing_context: Any, tile: Any) -> Any:
+        """Return a tile when all products but the last group are done: ``wgmma.wait_group 1``.
+
+        The last group goes on: its tile still must not be touched.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            assemble(builder, VOID, [], "wgmma.wait_group.sync.aligned 1;", "")
+            return args[0]
 
         return tile(tile), generate
 

@@ -9,8 +9,9 @@ consume:
 
 Each adds the values of both blocks, the first block first. Probabilities, and the maxima they are relative
 to, cross through shared memory. The tensor cores' order of a pair is kept by handing over: scores of the
-first block; of the second, while the first one's probabilities are computed; values of the first, while the
-second one's are; values of the second. Each product is waited for before its warpgroup begins the next
+first block; of the second, while the first one's probabilities are computed; the left half's values of the
+first, while the second one's are; then the right half's, which begin once the left warpgroup has been told
+those probabilities; values of the second. Each product is waited for before its warpgroup begins the next
 scores, so that its buffer is free the soonest, and nothing is under way across the loop's end.
 
 Outputs are divided by the sum of rounded probabilities (`split_fold`), by which much of the rounding
@@ -34,7 +35,7 @@ from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.hopper_loads import load_keys, load_queries, schedule
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
-from numba_ddtree.tree_attention.hopper_scores import factor_of, grown, sums_of, visible_scores, weigh
+from numba_ddtree.tree_attention.hopper_scores import factor_of, grown, sums_of, times, visible_scores, weigh
 from numba_ddtree.tree_attention.hopper_state import (
     ALIGNMENT,
     BLOCK_BYTES,
@@ -114,6 +115,7 @@ if not SIMULATED:
         open_products,
         row_descriptor,
         store_words_in_chunk,
+        wait_for_all_but_last,
         wait_for_all_products,
     )
     from numba_ddtree.tree_attention.hopper_outputs import make_output_store
@@ -189,9 +191,13 @@ def make_kernel(number: str, name: str) -> Any:
 
     @device_routine
     def begin_scores(full, gathered, record, phase, turns, rotary, queries, keys):  # type: ignore[no-untyped-def]
-        """Begin a block's scores, chunk by chunk of its keys as they come; count the gathered blocks."""
+        """Begin a block's scores, chunk by chunk of its keys as they come.
+
+        Returns them, the gathered blocks so far, and the block's kind.
+        """
         wait_for(uint32(full + uint32(64)), phase)
-        is_gathered = uint32(uint32(word_at(record, KIND)) & uint32(1))
+        kind = word_at(record, KIND)
+        is_gathered = uint32(uint32(kind) & uint32(1))
         wait_for_copies_if(gathered, uint32(turns & uint32(1)), is_gathered)
         open_products()
         scores = rotary_product(no_scores(), rotary, keys, uint32(0))
@@ -220,7 +226,7 @@ def make_kernel(number: str, name: str) -> Any:
         open_products()
         scores = product_7(scores, queries, keys, uint32(1))
         close_products()
-        return scores, uint32(turns + is_gathered)
+        return scores, uint32(turns + is_gathered), kind
 
     @device_routine
     def places_of(s_words, side):  # type: ignore[no-untyped-def]
@@ -287,10 +293,12 @@ def make_kernel(number: str, name: str) -> Any:
             output, is_continued = no_output(), uint32(0)
             maximum_0, maximum_1 = float32(-np.inf), float32(-np.inf)
             for pair in range(pairs):
-                scores, gathers = begin_scores(full, gathered, record, turn, gathers, rotary, queries, keys)
+                scores, gathers, kind = begin_scores(
+                    full, gathered, record, turn, gathers, rotary, queries, keys
+                )
                 announce_s0()
                 scores = wait_for_all_products(scores)
-                scores = visible_scores(scores, item, seen, record, heads, sees_prefix, scale)
+                scores = visible_scores(scores, kind, item, seen, record, heads, sees_prefix, scale)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * ROTARY_FREE)))
                     if pair == pairs - int32(1):
@@ -386,12 +394,14 @@ def make_kernel(number: str, name: str) -> Any:
             nothing = float32(0)
             sums = nothing, nothing, nothing, nothing
             added = sums
-            factors, last = (nothing, nothing), (nothing, nothing)
+            last = nothing, nothing
             for pair in range(pairs):
                 await_s0()
                 if pair > 0:
-                    sums = grown(sums, factors, base, row, below, last, added)
-                scores, gathers = begin_scores(full, gathered, record, turn, gathers, rotary, queries, keys)
+                    sums = grown(sums, base, row, below, last, added)
+                scores, gathers, kind = begin_scores(
+                    full, gathered, record, turn, gathers, rotary, queries, keys
+                )
                 announce_s1()
                 await_p0()
                 middle_0, middle_1 = (
@@ -399,18 +409,10 @@ def make_kernel(number: str, name: str) -> Any:
                     float_at(base, uint32(uint32(MAXIMA) + below)),
                 )
                 factors = factor_of(maximum_0, middle_0), factor_of(maximum_1, middle_1)
+                sums = times(sums, factors)
                 is_new = cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1)
                 scores = wait_for_all_products(scores)
-                scores = visible_scores(scores, item, seen, record, heads, sees_prefix, scale)
-                if lane == uint32(0):
-                    arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
-                    if pair == pairs - int32(1):
-                        arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-                if is_new:
-                    output = scale_rows(output, factors)
-                open_products()
-                output = add_values(output, other_weights, values_0, is_continued)
-                close_products()
+                scores = visible_scores(scores, kind, item, seen, record, heads, sees_prefix, scale)
                 powers, maximum_0, maximum_1 = weigh(scores, left_scale, middle_0, middle_1)
                 words = pack_weights(powers)
                 await_p1_free()
@@ -420,24 +422,38 @@ def make_kernel(number: str, name: str) -> Any:
                     set_float(base, uint32(uint32(MAXIMA + TILE_ROWS) + below), maximum_1)
                 fence_async_proxy()
                 announce_p1()
-                last = factor_of(middle_0, maximum_0), factor_of(middle_1, maximum_1)
-                output = wait_for_all_products(output)
+                # All else of the pair comes after what the left warpgroup waits for.
+                middle_0, middle_1 = (
+                    float_at(base, uint32(uint32(MAXIMA) + row)),
+                    float_at(base, uint32(uint32(MAXIMA) + below)),
+                )
+                if is_new:
+                    output = scale_rows(output, factors)
+                open_products()
+                output = add_values(output, other_weights, values_0, is_continued)
+                close_products()
                 if lane == uint32(0):
-                    arrive(uint32(barriers + uint32(8 * RIGHT_FREE)))
-                announce_p0_free()
+                    arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
+                    if pair == pairs - int32(1):
+                        arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
+                added = sums_of(powers, sums_of_words(words))
+                last = factor_of(middle_0, maximum_0), factor_of(middle_1, maximum_1)
                 if cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1):
-                    output = scale_rows(output, last)
+                    output = scale_rows(wait_for_all_products(output), last)
                 open_products()
                 output = add_own_values(output, words, values_1, uint32(1))
                 close_products()
-                added = sums_of(powers, sums_of_words(words))
+                output = wait_for_all_but_last(output)
+                if lane == uint32(0):
+                    arrive(uint32(barriers + uint32(8 * RIGHT_FREE)))
+                announce_p0_free()
                 output = wait_for_all_products(output)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * (RIGHT_FREE + 1))))
                 is_continued = uint32(1)
                 turn = uint32(turn ^ uint32(1))
             await_p1_read()
-            sums = grown(sums, factors, base, row, below, last, added)
+            sums = grown(sums, base, row, below, last, added)
             if word_at(item, FAULT) != 0:
                 sums = float32(np.nan), float32(np.nan), float32(np.nan), float32(np.nan)
             if quad == uint32(0):

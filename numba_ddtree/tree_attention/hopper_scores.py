@@ -16,7 +16,6 @@ from numba_ddtree.tree_attention.hopper_state import (
     COUNT,
     FIRST,
     FIRST_ROW,
-    KIND,
     OF_PATHS,
     OWN,
     PREFIX,
@@ -28,7 +27,7 @@ from numba_ddtree.tree_attention.path_blocks import visible_columns
 from numba_ddtree.tree_attention.work import TILE_ROWS
 
 if not SIMULATED:
-    from numba_ddtree.device.ptx import exp2, larger_of, multiply_add, product_of, sum_of
+    from numba_ddtree.device.ptx import exp2, larger_of, product_of, sum_of
     from numba_ddtree.device.tile import row_maxima, row_sums, scale_rows
     from numba_ddtree.device.wgmma import exp2_of_scores, keep_columns
 
@@ -77,29 +76,46 @@ def sums_of(powers, rounded):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def grown(sums, factors, base, row, below, last, added):  # type: ignore[no-untyped-def]
-    """Two rows' sums after a pair: those of its first block are in shared memory, of the second given."""
-    exact_0 = multiply_add(sums[0], factors[0], float_at(base, uint32(uint32(SUMS) + row)))
-    exact_1 = multiply_add(sums[1], factors[1], float_at(base, uint32(uint32(SUMS) + below)))
-    rounded_0 = multiply_add(sums[2], factors[0], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + row)))
-    rounded_1 = multiply_add(sums[3], factors[1], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + below)))
+def times(sums, factors):  # type: ignore[no-untyped-def]
+    """Two rows' sums, exact and rounded, each times its row's factor."""
     return (
-        multiply_add(exact_0, last[0], added[0]),
-        multiply_add(exact_1, last[1], added[1]),
-        multiply_add(rounded_0, last[0], added[2]),
-        multiply_add(rounded_1, last[1], added[3]),
+        product_of(sums[0], factors[0]),
+        product_of(sums[1], factors[1]),
+        product_of(sums[2], factors[0]),
+        product_of(sums[3], factors[1]),
     )
 
 
 @device_routine
-def visible_scores(scores, item, seen, record, heads, sees_prefix, scale):  # type: ignore[no-untyped-def]
+def grown(sums, base, row, below, last, added):  # type: ignore[no-untyped-def]
+    """Two rows' sums after a pair: those of its first block are in shared memory, of the second given.
+
+    `sums` are relative to the maxima after the first block; `last` are the factors from these to the last.
+    """
+    exact_0 = sum_of(sums[0], float_at(base, uint32(uint32(SUMS) + row)))
+    exact_1 = sum_of(sums[1], float_at(base, uint32(uint32(SUMS) + below)))
+    rounded_0 = sum_of(sums[2], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + row)))
+    rounded_1 = sum_of(sums[3], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + below)))
+    exact_0, exact_1, rounded_0, rounded_1 = times((exact_0, exact_1, rounded_0, rounded_1), last)
+    return (
+        sum_of(exact_0, added[0]),
+        sum_of(exact_1, added[1]),
+        sum_of(rounded_0, added[2]),
+        sum_of(rounded_1, added[3]),
+    )
+
+
+@device_routine
+def visible_scores(scores, kind, item, seen, record, heads, sees_prefix, scale):  # type: ignore[no-untyped-def]
     """Scores of a block, -inf where its rows do not see a key.
 
     They are scaled here only by what is not positive, which turns the largest into the least.
     """
+    if kind != OF_PATHS and scale > float32(0):
+        return scores
     if not scale > float32(0):
         scores = scale_rows(scores, (scale, scale))
-    if word_at(record, KIND) == OF_PATHS:
+    if kind == OF_PATHS:
         row, quad = row_of_lane()
         first_row, first_seen = (
             word_at(item, FIRST_ROW),
