@@ -551,6 +551,7 @@ EMULATIONS: dict[str, dict[str, Any]] = {
         "copy_async": copy_async,
         "address_of": lambda array: np.uint64(array.ctypes.data),
         "exp2": lambda value: FLOAT(np.exp2(FLOAT(value))),
+        "log2": lambda value: FLOAT(np.log2(FLOAT(value))),
         "quick_reciprocal": lambda value: FLOAT(1) / FLOAT(value),
         "sum_of": lambda left, right: FLOAT(FLOAT(left) + FLOAT(right)),
         "product_of": lambda left, right: FLOAT(FLOAT(left) * FLOAT(right)),

@@ -180,6 +180,25 @@ def test_extreme_scores(rng: np.random.Generator, library: Library, kernel: str,
     assert_accurate(extreme, *compute(library, extreme, kernel=kernel, split_keys=128))
 
 
+@pytest.mark.parametrize("bits", [0.2, 1, 4, 30])
+def test_scores_that_rise_block_by_block(
+    rng: np.random.Generator, library: Library, kernel: str, bits: float
+) -> None:
+    """New largest scores all along, of little and of nearly all weight; `bits` is their rise in 64 keys."""
+    inputs = make_inputs(rng, [0, 130, 3000], N=9, H=4, page_size=64)
+    direction = rng.standard_normal(512)
+    direction /= np.linalg.norm(direction)
+    queries, cache = inputs.queries.astype(np.float32) * 0.3, inputs.cache.astype(np.float32) * 0.5
+    queries[..., :512] += 20 * direction
+    rows = cache.reshape(-1, 576)
+    for request in range(3):
+        places = inputs.places(request)
+        rises = bits * np.arange(len(places)) / 64 / (20 * inputs.sm_scale * np.log2(np.e))
+        rows[places, :512] += rises[:, None] * direction
+    rising = replace(inputs, queries=queries.astype(bfloat16), cache=cache.astype(bfloat16))
+    assert_accurate(rising, *compute(library, rising, kernel=kernel, split_keys=1024))
+
+
 def test_zero_queries_give_the_mean_of_the_visible_rows(
     rng: np.random.Generator, library: Library, kernel: str
 ) -> None:

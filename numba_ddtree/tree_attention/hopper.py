@@ -7,12 +7,13 @@ consume:
 * the left one scores the first block of a pair and has columns 0 to 255 of the outputs,
 * the right one scores the second block and has columns 256 to 511, and the rows' sums.
 
-Each adds the values of both blocks, the first block first. Probabilities, and the maxima they are relative
-to, cross through shared memory. The tensor cores' order of a pair is kept by handing over: scores of the
-first block; of the second, while the first one's probabilities are computed; the left half's values of the
-first, while the second one's are; then the right half's, which begin once the left warpgroup has been told
-those probabilities; values of the second. Each product is waited for before its warpgroup begins the next
-scores, so that its buffer is free the soonest, and nothing is under way across the loop's end.
+Each adds the values of both blocks, the first block first. Probabilities, the origins they are relative to
+(`hopper_scores`), and the rows' sums so far cross through shared memory. The tensor cores' order of a pair is
+kept by handing over: scores of the first block; of the second, while the first one's probabilities are
+computed; the left half's values of the first, while the second one's are; then the right half's, which begin
+between exponentials and their rounding, once the left warpgroup knows the new origins; values of the second.
+Each product is waited for before its warpgroup begins the next scores, so that its buffer is free the
+soonest, and nothing is under way across the loop's end.
 
 Outputs are divided by the sum of rounded probabilities (`split_fold`), by which much of the rounding
 cancels. A row's arithmetic does not depend on which warpgroup does it, nor on what shares its tile: results
@@ -35,7 +36,16 @@ from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.hopper_loads import load_keys, load_queries, schedule
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
-from numba_ddtree.tree_attention.hopper_scores import factor_of, grown, sums_of, times, visible_scores, weigh
+from numba_ddtree.tree_attention.hopper_scores import (
+    factor_of,
+    grown,
+    limits_of,
+    pair_at,
+    set_pair,
+    sums_of_quad,
+    visible_scores,
+    weigh,
+)
 from numba_ddtree.tree_attention.hopper_state import (
     ALIGNMENT,
     BLOCK_BYTES,
@@ -52,7 +62,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     KIND,
     LATENT_CHUNKS,
     LEFT_FREE,
-    MAXIMA,
+    ORIGINS,
     QUERIES_AT,
     QUERIES_FREE,
     QUERIES_FULL,
@@ -61,16 +71,15 @@ from numba_ddtree.tree_attention.hopper_state import (
     REQUEST,
     RIGHT_FREE,
     ROTARY_FREE,
+    ROUNDED,
     ROWS,
     SEEN,
     SHARED_BYTES,
     STATE_AT,
     STREAM,
-    SUMS,
+    TOTALS,
     WEIGHTS_AT,
     first_query,
-    float_at,
-    set_float,
     word_at,
 )
 from numba_ddtree.tree_attention.kernel_arguments import input_arguments, result_arguments, scale_argument
@@ -102,8 +111,8 @@ if not SIMULATED:
         wait_for,
         wait_for_copies_if,
     )
-    from numba_ddtree.device.ptx import let_next_kernel_begin, shared_address_of
-    from numba_ddtree.device.tile import scale_rows, unit_address
+    from numba_ddtree.device.ptx import let_next_kernel_begin, product_of, shared_address_of, sum_of
+    from numba_ddtree.device.tile import row_sums, scale_rows, unit_address
     from numba_ddtree.device.wgmma import (
         close_products,
         column_descriptor,
@@ -128,6 +137,7 @@ if not SIMULATED:
     announce_s1, await_s1 = make_handover(6, 256)
     announce_outcomes, await_outcomes = make_handover(7, 256)
     announce_p1_read, await_p1_read = make_handover(8, 256)
+    announce_origins, await_origins = make_handover(9, 256)
     lower_registers = make_register_limit("dec", 72)
     raise_registers = make_register_limit("inc", 216)
     no_scores, no_output = make_undefined(32), make_undefined(128)
@@ -252,7 +262,6 @@ def make_kernel(number: str, name: str) -> Any:
             lane,
             quad,
             row,
-            uint32(row + uint32(8)),
             uint32(unit_address(chunk, row, uint32(0)) + uint32(quad << uint32(2))),
             row_descriptor(uint32(base + uint32(QUERIES_AT))),
             row_descriptor(uint32(first + own * uint32(BLOCK_BYTES))),
@@ -282,7 +291,7 @@ def make_kernel(number: str, name: str) -> Any:
         while is_wanted:
             # All anew for each item, so that nothing of it takes registers while outputs are written.
             (
-                base, barriers, lane, quad, row, below, weights, queries, keys, values_0, values_1,
+                base, barriers, lane, quad, row, weights, queries, keys, values_0, values_1,
                 other_weights, full, gathered, record,
             ) = places_of(s_words, 0)  # fmt: skip
             item, seen = item_places(base, number)
@@ -291,49 +300,47 @@ def make_kernel(number: str, name: str) -> Any:
                 uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
             )
             output, is_continued = no_output(), uint32(0)
-            maximum_0, maximum_1 = float32(-np.inf), float32(-np.inf)
+            origins = float32(-np.inf), float32(-np.inf)
             for pair in range(pairs):
                 scores, gathers, kind = begin_scores(
                     full, gathered, record, turn, gathers, rotary, queries, keys
                 )
                 announce_s0()
+                await_p0_free()
+                if pair == 0:
+                    set_pair(base, TOTALS, row, quad, (float32(0), float32(0)))
+                    cuda.syncwarp()
                 scores = wait_for_all_products(scores)
                 scores = visible_scores(scores, kind, item, seen, record, heads, sees_prefix, scale)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * ROTARY_FREE)))
                     if pair == pairs - int32(1):
                         arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-                powers, new_0, new_1 = weigh(scores, left_scale, maximum_0, maximum_1)
+                limits = limits_of(origins, pair_at(base, TOTALS, row))
+                powers, new_0, new_1 = weigh(scores, left_scale, origins, limits)
                 words = pack_weights(powers)
-                await_p0_free()
                 store_words_in_chunk(weights, words)
-                if quad == uint32(0):
-                    set_float(base, uint32(uint32(MAXIMA) + row), new_0)
-                    set_float(base, uint32(uint32(MAXIMA) + below), new_1)
+                factors = factor_of(origins[0], new_0), factor_of(origins[1], new_1)
+                added = sums_of_quad(row_sums(powers))
+                set_pair(base, TOTALS, row, quad, grown(pair_at(base, TOTALS, row), factors, added))
+                set_pair(base, ORIGINS, row, quad, (new_0, new_1))
                 fence_async_proxy()
                 announce_p0()
-                if cuda.any_sync(0xFFFFFFFF, new_0 != maximum_0 or new_1 != maximum_1):
-                    output = scale_rows(output, (factor_of(maximum_0, new_0), factor_of(maximum_1, new_1)))
-                sums = sums_of(powers, sums_of_words(words))
+                if cuda.any_sync(0xFFFFFFFF, new_0 != origins[0] or new_1 != origins[1]):
+                    output = scale_rows(output, factors)
                 await_s1()
-                if quad == uint32(0):
-                    set_float(base, uint32(uint32(SUMS) + row), sums[0])
-                    set_float(base, uint32(uint32(SUMS) + below), sums[1])
-                    set_float(base, uint32(uint32(SUMS + TILE_ROWS) + row), sums[2])
-                    set_float(base, uint32(uint32(SUMS + TILE_ROWS) + below), sums[3])
                 open_products()
                 output = add_own_values(output, words, values_0, is_continued)
                 close_products()
+                set_pair(base, ROUNDED, row, quad, sums_of_quad(sums_of_words(words)))
                 output = wait_for_all_products(output)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * LEFT_FREE)))
+                await_origins()
+                origins = pair_at(base, ORIGINS + TILE_ROWS, row)
+                if cuda.any_sync(0xFFFFFFFF, new_0 != origins[0] or new_1 != origins[1]):
+                    output = scale_rows(output, (factor_of(new_0, origins[0]), factor_of(new_1, origins[1])))
                 await_p1()
-                maximum_0, maximum_1 = (
-                    float_at(base, uint32(uint32(MAXIMA + TILE_ROWS) + row)),
-                    float_at(base, uint32(uint32(MAXIMA + TILE_ROWS) + below)),
-                )
-                if cuda.any_sync(0xFFFFFFFF, new_0 != maximum_0 or new_1 != maximum_1):
-                    output = scale_rows(output, (factor_of(new_0, maximum_0), factor_of(new_1, maximum_1)))
                 open_products()
                 output = add_values(output, other_weights, values_1, uint32(1))
                 close_products()
@@ -381,7 +388,7 @@ def make_kernel(number: str, name: str) -> Any:
         while is_wanted:
             # All anew for each item, so that nothing of it takes registers while outputs are written.
             (
-                base, barriers, lane, quad, row, below, weights, queries, keys, values_0, values_1,
+                base, barriers, lane, quad, row, weights, queries, keys, values_0, values_1,
                 other_weights, full, gathered, record,
             ) = places_of(s_words, 1)  # fmt: skip
             item, seen = item_places(base, number)
@@ -390,55 +397,49 @@ def make_kernel(number: str, name: str) -> Any:
                 uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
             )
             output, is_continued = no_output(), uint32(0)
-            maximum_0, maximum_1 = float32(-np.inf), float32(-np.inf)
-            nothing = float32(0)
-            sums = nothing, nothing, nothing, nothing
-            added = sums
-            last = nothing, nothing
+            new_0, new_1 = float32(-np.inf), float32(-np.inf)
+            nothing = float32(0), float32(0)
+            totals, rounded, added, last = nothing, nothing, nothing, nothing
             for pair in range(pairs):
                 await_s0()
                 if pair > 0:
-                    sums = grown(sums, base, row, below, last, added)
+                    first = pair_at(base, ROUNDED, row)
+                    rounded = grown((sum_of(rounded[0], first[0]), sum_of(rounded[1], first[1])), last, added)
                 scores, gathers, kind = begin_scores(
                     full, gathered, record, turn, gathers, rotary, queries, keys
                 )
                 announce_s1()
                 await_p0()
-                middle_0, middle_1 = (
-                    float_at(base, uint32(uint32(MAXIMA) + row)),
-                    float_at(base, uint32(uint32(MAXIMA) + below)),
-                )
-                factors = factor_of(maximum_0, middle_0), factor_of(maximum_1, middle_1)
-                sums = times(sums, factors)
-                is_new = cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1)
+                origins, totals = pair_at(base, ORIGINS, row), pair_at(base, TOTALS, row)
+                factors = factor_of(new_0, origins[0]), factor_of(new_1, origins[1])
+                rounded = product_of(rounded[0], factors[0]), product_of(rounded[1], factors[1])
+                is_new = cuda.any_sync(0xFFFFFFFF, new_0 != origins[0] or new_1 != origins[1])
+                limits = limits_of(origins, totals)
                 scores = wait_for_all_products(scores)
                 scores = visible_scores(scores, kind, item, seen, record, heads, sees_prefix, scale)
-                powers, maximum_0, maximum_1 = weigh(scores, left_scale, middle_0, middle_1)
-                words = pack_weights(powers)
-                await_p1_free()
-                store_words_in_chunk(weights, words)
-                if quad == uint32(0):
-                    set_float(base, uint32(uint32(MAXIMA + TILE_ROWS) + row), maximum_0)
-                    set_float(base, uint32(uint32(MAXIMA + TILE_ROWS) + below), maximum_1)
-                fence_async_proxy()
-                announce_p1()
-                # All else of the pair comes after what the left warpgroup waits for.
-                middle_0, middle_1 = (
-                    float_at(base, uint32(uint32(MAXIMA) + row)),
-                    float_at(base, uint32(uint32(MAXIMA) + below)),
-                )
+                powers, new_0, new_1 = weigh(scores, left_scale, origins, limits)
+                set_pair(base, ORIGINS + TILE_ROWS, row, quad, (new_0, new_1))
+                announce_origins()
                 if is_new:
                     output = scale_rows(output, factors)
                 open_products()
                 output = add_values(output, other_weights, values_0, is_continued)
                 close_products()
+                words = pack_weights(powers)
+                await_p1_free()
+                store_words_in_chunk(weights, words)
+                fence_async_proxy()
+                announce_p1()
+                # All else of the pair comes after what the left warpgroup waits for.
+                origins, totals = pair_at(base, ORIGINS, row), pair_at(base, TOTALS, row)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
                     if pair == pairs - int32(1):
                         arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-                added = sums_of(powers, sums_of_words(words))
-                last = factor_of(middle_0, maximum_0), factor_of(middle_1, maximum_1)
-                if cuda.any_sync(0xFFFFFFFF, middle_0 != maximum_0 or middle_1 != maximum_1):
+                last = factor_of(origins[0], new_0), factor_of(origins[1], new_1)
+                totals = grown(totals, last, sums_of_quad(row_sums(powers)))
+                set_pair(base, TOTALS, row, quad, totals)
+                if cuda.any_sync(0xFFFFFFFF, new_0 != origins[0] or new_1 != origins[1]):
                     output = scale_rows(wait_for_all_products(output), last)
                 open_products()
                 output = add_own_values(output, words, values_1, uint32(1))
@@ -447,18 +448,21 @@ def make_kernel(number: str, name: str) -> Any:
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * RIGHT_FREE)))
                 announce_p0_free()
+                added = sums_of_quad(sums_of_words(words))
                 output = wait_for_all_products(output)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * (RIGHT_FREE + 1))))
                 is_continued = uint32(1)
                 turn = uint32(turn ^ uint32(1))
             await_p1_read()
-            sums = grown(sums, base, row, below, last, added)
+            first = pair_at(base, ROUNDED, row)
+            rounded = grown((sum_of(rounded[0], first[0]), sum_of(rounded[1], first[1])), last, added)
             if word_at(item, FAULT) != 0:
-                sums = float32(np.nan), float32(np.nan), float32(np.nan), float32(np.nan)
+                totals = rounded = float32(np.nan), float32(np.nan)
             if quad == uint32(0):
-                share_outcome(base, item, seen, row, maximum_0, sums[0], sums[2], partial_sums, lse)
-                share_outcome(base, item, seen, below, maximum_1, sums[1], sums[3], partial_sums, lse)
+                below = uint32(row + uint32(8))
+                share_outcome(base, item, seen, row, new_0, totals[0], rounded[0], partial_sums, lse)
+                share_outcome(base, item, seen, below, new_1, totals[1], rounded[1], partial_sums, lse)
             cuda.syncwarp()
             announce_outcomes()
             number = uint32(fresh_word(int32(number + uint32(1))))

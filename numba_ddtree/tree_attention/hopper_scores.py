@@ -2,6 +2,11 @@
 
 A lane of a warpgroup has parts of two rows, that of `row_of_lane` and the one 8 further. Four lanes have a
 row: they tell each other their maxima, and their sums.
+
+Probabilities are 2^(score - origin). A row's *origin* is its largest score at some time: it becomes that of a
+new block, and all that the row has come to is rescaled, only if the block's weighs enough to matter
+(`limit_of`). What decides is the row's own, and the sum of all blocks before, so that rows have the same
+bits in any company.
 """
 
 from __future__ import annotations
@@ -19,90 +24,97 @@ from numba_ddtree.tree_attention.hopper_state import (
     OF_PATHS,
     OWN,
     PREFIX,
-    SUMS,
     float_at,
+    set_float,
     word_at,
 )
 from numba_ddtree.tree_attention.path_blocks import visible_columns
-from numba_ddtree.tree_attention.work import TILE_ROWS
 
 if not SIMULATED:
-    from numba_ddtree.device.ptx import exp2, larger_of, product_of, sum_of
-    from numba_ddtree.device.tile import row_maxima, row_sums, scale_rows
+    from numba_ddtree.device.ptx import exp2, larger_of, log2, product_of, sum_of
+    from numba_ddtree.device.tile import row_maxima, scale_rows
     from numba_ddtree.device.wgmma import exp2_of_scores, keep_columns
+
+SHARE_BITS = 4  # a probability up to 2^-4 of the total may be above 1
+LARGEST_BITS = 8  # as long as it is not above 2^8
 
 
 @device_routine
-def weigh(scores, scale, maximum_0, maximum_1):  # type: ignore[no-untyped-def]
-    """Probabilities of two rows of scores, and the rows' new maxima."""
+def weigh(scores, scale, origins, limits):  # type: ignore[no-untyped-def]
+    """Probabilities of two rows of scores, and the rows' new origins."""
     largest = row_maxima(scores)
     top_0 = larger_of(largest[0], cuda.shfl_xor_sync(0xFFFFFFFF, largest[0], 1))
     top_1 = larger_of(largest[1], cuda.shfl_xor_sync(0xFFFFFFFF, largest[1], 1))
-    top_0 = larger_of(top_0, cuda.shfl_xor_sync(0xFFFFFFFF, top_0, 2))
-    top_1 = larger_of(top_1, cuda.shfl_xor_sync(0xFFFFFFFF, top_1, 2))
-    top_0 = larger_of(maximum_0, product_of(top_0, scale))
-    top_1 = larger_of(maximum_1, product_of(top_1, scale))
-    return exp2_of_scores(scores, scale, (origin_of(top_0), origin_of(top_1))), top_0, top_1
+    top_0 = product_of(larger_of(top_0, cuda.shfl_xor_sync(0xFFFFFFFF, top_0, 2)), scale)
+    top_1 = product_of(larger_of(top_1, cuda.shfl_xor_sync(0xFFFFFFFF, top_1, 2)), scale)
+    new_0 = top_0 if top_0 > limits[0] else origins[0]
+    new_1 = top_1 if top_1 > limits[1] else origins[1]
+    return exp2_of_scores(scores, scale, (finite(new_0), finite(new_1))), new_0, new_1
 
 
 @device_routine
-def origin_of(maximum):  # type: ignore[no-untyped-def]
-    """Return what is subtracted of scores: the maximum, or 0 of a row that has seen nothing yet."""
-    return maximum if maximum > float32(-np.inf) else float32(0)
+def limit_of(origin, total):  # type: ignore[no-untyped-def]
+    """Score above which a row takes a new origin, of which its probabilities so far add up to `total`.
+
+    Were its score the origin, a row's largest probability would be 1, which is not rounded. Otherwise it is,
+    by 2^-9 of itself, and that matters as little as the probability does beside the total.
+    """
+    bits = larger_of(float32(0), sum_of(log2(total), float32(-SHARE_BITS)))
+    return sum_of(origin, bits if bits < float32(LARGEST_BITS) else float32(LARGEST_BITS))
+
+
+@device_routine
+def limits_of(origins, totals):  # type: ignore[no-untyped-def]
+    """Limits of two rows."""
+    return limit_of(origins[0], totals[0]), limit_of(origins[1], totals[1])
+
+
+@device_routine
+def finite(origin):  # type: ignore[no-untyped-def]
+    """Return what is subtracted of scores: the origin, or 0 of a row that has seen nothing yet."""
+    return origin if origin > float32(-np.inf) else float32(0)
 
 
 @device_routine
 def factor_of(old, new):  # type: ignore[no-untyped-def]
-    """Return what sums are multiplied by when a row's maximum changes."""
-    return exp2(sum_of(old, -origin_of(new)))
+    """Return what sums are multiplied by when a row's origin changes."""
+    return exp2(sum_of(old, -finite(new)))
 
 
 @device_routine
-def sum_of_quad(value):  # type: ignore[no-untyped-def]
-    value = sum_of(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 1))
-    return sum_of(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 2))
-
-
-@device_routine
-def sums_of(powers, rounded):  # type: ignore[no-untyped-def]
-    """Return sums of a block's probabilities over two rows, as they are and rounded, to all their lanes."""
-    exact = row_sums(powers)
+def sums_of_quad(values):  # type: ignore[no-untyped-def]
+    """Return sums of two rows' values over the lanes that have the rows, to all of them."""
+    upper = sum_of(values[0], cuda.shfl_xor_sync(0xFFFFFFFF, values[0], 1))
+    lower = sum_of(values[1], cuda.shfl_xor_sync(0xFFFFFFFF, values[1], 1))
     return (
-        sum_of_quad(exact[0]),
-        sum_of_quad(exact[1]),
-        sum_of_quad(rounded[0]),
-        sum_of_quad(rounded[1]),
+        sum_of(upper, cuda.shfl_xor_sync(0xFFFFFFFF, upper, 2)),
+        sum_of(lower, cuda.shfl_xor_sync(0xFFFFFFFF, lower, 2)),
     )
 
 
 @device_routine
-def times(sums, factors):  # type: ignore[no-untyped-def]
-    """Two rows' sums, exact and rounded, each times its row's factor."""
+def grown(sums, factors, added):  # type: ignore[no-untyped-def]
+    """Two rows' sums, relative to new origins, with what a block adds."""
     return (
-        product_of(sums[0], factors[0]),
-        product_of(sums[1], factors[1]),
-        product_of(sums[2], factors[0]),
-        product_of(sums[3], factors[1]),
+        sum_of(product_of(sums[0], factors[0]), added[0]),
+        sum_of(product_of(sums[1], factors[1]), added[1]),
     )
 
 
 @device_routine
-def grown(sums, base, row, below, last, added):  # type: ignore[no-untyped-def]
-    """Two rows' sums after a pair: those of its first block are in shared memory, of the second given.
+def pair_at(base, first, row):  # type: ignore[no-untyped-def]
+    """Floats of shared memory of a lane's two rows."""
+    place = uint32(uint32(first) + row)
+    return float_at(base, place), float_at(base, uint32(place + uint32(8)))
 
-    `sums` are relative to the maxima after the first block; `last` are the factors from these to the last.
-    """
-    exact_0 = sum_of(sums[0], float_at(base, uint32(uint32(SUMS) + row)))
-    exact_1 = sum_of(sums[1], float_at(base, uint32(uint32(SUMS) + below)))
-    rounded_0 = sum_of(sums[2], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + row)))
-    rounded_1 = sum_of(sums[3], float_at(base, uint32(uint32(SUMS + TILE_ROWS) + below)))
-    exact_0, exact_1, rounded_0, rounded_1 = times((exact_0, exact_1, rounded_0, rounded_1), last)
-    return (
-        sum_of(exact_0, added[0]),
-        sum_of(exact_1, added[1]),
-        sum_of(rounded_0, added[2]),
-        sum_of(rounded_1, added[3]),
-    )
+
+@device_routine
+def set_pair(base, first, row, quad, values):  # type: ignore[no-untyped-def]
+    """Write the floats of a lane's two rows, by one lane of four."""
+    if quad == uint32(0):
+        place = uint32(uint32(first) + row)
+        set_float(base, place, values[0])
+        set_float(base, uint32(place + uint32(8)), values[1])
 
 
 @device_routine

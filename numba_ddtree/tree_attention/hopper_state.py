@@ -30,9 +30,10 @@ ITEM_FULL, ITEM_FREE, ITEM_COUNTED = 28, 30, 32
 BARRIERS = 34
 
 # Words of shared memory.
-MAXIMA = STATE_AT // 4 + 2 * BARRIERS  # of each row after the first and after the second block of a pair
-SUMS = MAXIMA + 2 * TILE_ROWS  # of each row's probabilities in a pair's first block, as they are and rounded
-OUTCOMES = SUMS + 2 * TILE_ROWS  # of each row, at an item's end
+ORIGINS = STATE_AT // 4 + 2 * BARRIERS  # of each row after the first and after the second block of a pair
+TOTALS = ORIGINS + 2 * TILE_ROWS  # of each row's probabilities so far, as they are
+ROUNDED = TOTALS + TILE_ROWS  # of each row's probabilities in a pair's first block, rounded
+OUTCOMES = ROUNDED + TILE_ROWS  # of each row, at an item's end
 OUTCOME_WORDS = 4
 ITEMS = OUTCOMES + OUTCOME_WORDS * TILE_ROWS  # of two items, the one at work and the next
 ITEM_WORDS = 20
