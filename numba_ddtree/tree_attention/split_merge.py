@@ -14,7 +14,7 @@ from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int
 from numba_ddtree.device.memory import load_flat, load_four, store_flat
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
-from numba_ddtree.tree_attention.outputs import output_form
+from numba_ddtree.tree_attention.outputs import BFLOAT16, FLOAT16, FLOAT32, output_form
 from numba_ddtree.tree_attention.split_fold import fold_normaliser, fold_weights, folded
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
 
@@ -62,12 +62,26 @@ def fold_row(state, sums, added):  # type: ignore[no-untyped-def]
     return maximum, total, rounded, a, b, c, d
 
 
-@device_routine
-def store_four(out, start, values, factor, form):  # type: ignore[no-untyped-def]
-    store_pair(out, start, product_of(values[0], factor), product_of(values[1], factor), form)
-    store_pair(
-        out, int64(start + int64(2)), product_of(values[2], factor), product_of(values[3], factor), form
-    )
+def make_row_store(form: np.int32) -> Any:
+    """Make the store of a lane's numbers of a row, as `load_row` has them, in an output's form."""
+
+    @device_routine
+    def store_four(out, start, values, factor):  # type: ignore[no-untyped-def]
+        store_pair(out, start, product_of(values[0], factor), product_of(values[1], factor), form)
+        after = int64(start + int64(2))
+        store_pair(out, after, product_of(values[2], factor), product_of(values[3], factor), form)
+
+    @device_routine
+    def store_row(out, start, a, b, c, d, factor):  # type: ignore[no-untyped-def]
+        store_four(out, start, a, factor)
+        store_four(out, int64(start + int64(128)), b, factor)
+        store_four(out, int64(start + int64(256)), c, factor)
+        store_four(out, int64(start + int64(384)), d, factor)
+
+    return store_row
+
+
+store_floats, store_bfloat16, store_float16 = map(make_row_store, (FLOAT32, BFLOAT16, FLOAT16))
 
 
 @device_routine
@@ -88,10 +102,13 @@ def merge_row(partials, partial_sums, place, stride, splits, out, lse, row, form
     maximum, total, rounded, a, b, c, d = state
     factor = fold_normaliser(rounded)
     start = int64(row * int64(LATENT) + int64(uint32(lane << uint32(2))))
-    store_four(out, start, a, factor, form)
-    store_four(out, int64(start + int64(128)), b, factor, form)
-    store_four(out, int64(start + int64(256)), c, factor, form)
-    store_four(out, int64(start + int64(384)), d, factor, form)
+    # One branch a row: most of a merge's time is that of code that runs for the first time.
+    if form == FLOAT32:
+        store_floats(out, start, a, b, c, d, factor)
+    elif form == BFLOAT16:
+        store_bfloat16(out, start, a, b, c, d, factor)
+    else:
+        store_float16(out, start, a, b, c, d, factor)
     if lane == uint32(0):
         store_flat(lse, row, natural_log_sum(maximum, total))
 
@@ -116,13 +133,12 @@ def make_merge(starts_early: bool, name: str) -> Any:
         warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
         index = uint32(uint32(cuda.blockIdx.x) * uint32(ROWS) + warp)
         part = uint32(index // uint32(height))
-        if int32(part) >= num_rest[0]:
-            return
         in_part = int64(uint32(index - part * uint32(height)))
         place = int64(int64(part) * int64(max_splits) * int64(height) + in_part)
+        # Of a part that nothing was left of, this is any number. Both loads are under way together.
         splits = int32(load_flat(partial_sums, int64(4) * place + int64(3)))
-        row = int64(first_rows[part] + in_part)
-        if splits > 1:
+        if (int32(part) < num_rest[0]) & (splits > 1):
+            row = int64(first_rows[part] + in_part)
             merge_row(partials, partial_sums, place, int64(height), splits, out, lse, row, form, lane)
 
     merge_kernel.__name__ = merge_kernel.__qualname__ = name
