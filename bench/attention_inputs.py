@@ -211,6 +211,23 @@ class Inputs:
 
         return call
 
+    def flash_attention_3(self, module: Any) -> Callable[[], Any]:
+        """Return FlashAttention-3 on the same pages, rotary parts apart; like FlashMLA it has no mask.
+
+        The call returns the output, [B, N, H, 512].
+        """
+        cache, ends = self.cache[:, :, None], self.lengths + self.shape.nodes
+        return lambda: module.flash_attn_with_kvcache(
+            q=self.queries[..., LATENT:],
+            k_cache=cache[..., LATENT:],
+            v_cache=cache[..., :LATENT],
+            qv=self.queries[..., :LATENT],
+            page_table=self.block_table,
+            cache_seqlens=ends,
+            softmax_scale=SM_SCALE,
+            causal=False,
+        )
+
     @cached_property
     def tree_rows(self) -> Any:
         """Int64 [B, N]: rows of all pages' that the tree's keys are in."""

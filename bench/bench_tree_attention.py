@@ -3,7 +3,8 @@
 What begins with `bench_table` makes the table of `TreeAttention` in bfloat16, for the kernels that
 ``--attention-kernels`` names. With ``--full-attention`` what begins with `bench_grid` times shapes of all
 kinds. The peers have the same queries and keys; FlashMLA (the package sgl-flash-mla, where it is installed)
-attends without a mask, and so to more, or has the prefix alone, for torch to do the rest.
+attends without a mask, and so to more, or has the prefix alone, for torch to do the rest; so does, without a
+mask, FlashAttention-3 (fa3-fwd).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from numba_ddtree.refs import tree_attention as reference
 
 FLASH_MLA = "FlashMLA, no mask (device)"
 FLASH_MLA_AND_TAIL = "FlashMLA, and torch for the tree (device)"
+FLASH_ATTENTION_3 = "FlashAttention-3, no mask (device)"
 MATMULS = "torch, two matmuls and a softmax (device)"
 SDPA = "torch scaled_dot_product_attention (device)"
 ALLOWED = 2e-2
@@ -156,6 +158,13 @@ def bench_table_flash_mla_and_tail(attention_bench, flash_mla, shape):
     )
     want = attention_bench.inputs(shape, MAIN.offsets[0]).packed_matmuls()().view_as(out)
     assert float((out.float() - want.float()).norm() / want.float().norm()) < ALLOWED
+
+
+@of_table
+@peer_may_warn
+def bench_table_flash_attention_3(attention_bench, shape):
+    module = pytest.importorskip("fa3_fwd_interface")
+    attention_bench.peer(MAIN, shape, FLASH_ATTENTION_3, lambda inputs: inputs.flash_attention_3(module))
 
 
 @of_table

@@ -106,6 +106,23 @@ def make_inputs(
     return with_rows(rng, inputs, [each.astype(dtype) for each in rows], page_size, form)
 
 
+def rising(rng: np.random.Generator, inputs: CacheInputs, bits: float) -> CacheInputs:
+    """Let all scores rise with a key's position, so that weights do by 2^`bits` in 64 keys."""
+    direction = rng.standard_normal(LATENT)
+    direction *= 20 / np.linalg.norm(direction)
+    queries, cache = inputs.queries.astype(np.float32) * 0.3, inputs.cache.astype(np.float32) * 0.5
+    queries[..., :LATENT] += direction
+    rows = cache.reshape(-1, cache.shape[-1])
+    for request in range(len(inputs.prefix_lengths)):
+        places = inputs.places(request)
+        rises = (
+            bits * np.arange(len(places)) / (64 * inputs.sm_scale * np.log2(np.e) * (direction @ direction))
+        )
+        rows[places, :LATENT] += rises[:, None] * direction
+    dtype = inputs.queries.dtype
+    return replace(inputs, queries=queries.astype(dtype), cache=cache.astype(dtype))
+
+
 def with_rows(
     rng: np.random.Generator,
     inputs: CacheInputs,

@@ -41,6 +41,7 @@ class Case:
     is_late: bool = False
     scale: float = SCALE
     rest_tiles: int = 191
+    bits: float = 0  # by which weights rise with each 64 keys
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,12 +65,13 @@ def random_inputs(case: Case, rng: np.random.Generator) -> Inputs:
     def numbers(*shape: int) -> NDArray[Any]:
         return (0.7 * rng.standard_normal(shape)).astype(bfloat16)
 
-    return Inputs(
-        numbers(batch, slots, case.heads, 512),
-        numbers(batch, slots, case.heads, 64),
-        numbers(batch, max(case.prefixes) + slots, 576),
-        tree,
-    )
+    q_nope, q_pe = numbers(batch, slots, case.heads, 512), numbers(batch, slots, case.heads, 64)
+    rows = numbers(batch, max(case.prefixes) + slots, 576)
+    if case.bits:
+        q_nope[..., 0] = 8
+        rises = case.bits * np.arange(rows.shape[1]) / (64 * 8 * case.scale * math.log2(math.e))
+        rows[..., 0] = rises.astype(bfloat16)
+    return Inputs(q_nope, q_pe, rows, tree)
 
 
 def tree_of(case: Case, parents: NDArray[np.int32]) -> DraftTree:

@@ -48,6 +48,7 @@ CASES = {
     "folded in float32": Case([130], 5, 24, split_blocks=1, is_float32=True, rest_tiles=0),
     "tail": Case([100], 9, 16, page_size=16, split_blocks=1, sees_prefix=False),
     "negative scale": Case([70], 3, 64, scale=-SCALE),
+    "rising": Case([500], 5, 24, page_size=64, split_blocks=5, workers=2, bits=1.5),
 }
 
 
@@ -154,6 +155,7 @@ def main(names: list[str]) -> None:
         elif name == "alone":
             check_alone(Case([100], 9, 16, page_size=16, workers=2), rng)
             check_alone(Case([60], 6, 12, page_size=64, split_blocks=1, workers=2), rng)
+            check_alone(Case([180], 6, 12, page_size=64, workers=2, bits=0.5), rng)
         else:
             check_case(CASES[name], rng)
         print(name, "is right", flush=True)

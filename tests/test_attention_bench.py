@@ -113,6 +113,21 @@ class FlashMLA:
         return out, lse
 
 
+class FlashAttention3:
+    """Stands for its module: attention without a mask, on the host."""
+
+    def flash_attn_with_kvcache(self, *, q: Any, qv: Any, k_cache: Any, v_cache: Any, **how: Any) -> Any:
+        assert how.pop("causal") is False
+        queries, cache = torch.cat((qv, q), -1), torch.cat((v_cache, k_cache), -1)[:, :, 0]
+        table, ends = how.pop("page_table"), how.pop("cache_seqlens")
+        return FlashMLA().flash_mla_with_kvcache(queries, cache, table, ends, qv.shape[-1], **how)[0]
+
+
+def test_flash_attention_3_has_the_same_inputs_as_flash_mla() -> None:
+    inputs, _ = on_host(Shape(2, 3, 9, 70), 17)
+    assert torch.equal(inputs.flash_attention_3(FlashAttention3())(), inputs.flash_mla(FlashMLA())()[0])
+
+
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("shape", [Shape(2, 3, 9, 70), Shape(1, 2, 33, 1), Shape(3, 4, 1, 64)], ids=str)
 def test_flash_mla_and_a_tail_attend_to_the_same(shape: Shape, offset: int) -> None:

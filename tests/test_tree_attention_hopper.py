@@ -24,6 +24,7 @@ CASES = (
     "folded in float32",
     "tail",
     "negative scale",
+    "rising",
     "alone",
 )
 

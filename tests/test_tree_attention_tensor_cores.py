@@ -21,6 +21,7 @@ from attention_checks import (
     make_inputs,
     plan_for,
     random_inputs,
+    rising,
     same_bits,
     with_rows,
     workspace_limits,
@@ -184,19 +185,9 @@ def test_extreme_scores(rng: np.random.Generator, library: Library, kernel: str,
 def test_scores_that_rise_block_by_block(
     rng: np.random.Generator, library: Library, kernel: str, bits: float
 ) -> None:
-    """New largest scores all along, of little and of nearly all weight; `bits` is their rise in 64 keys."""
-    inputs = make_inputs(rng, [0, 130, 3000], N=9, H=4, page_size=64)
-    direction = rng.standard_normal(512)
-    direction /= np.linalg.norm(direction)
-    queries, cache = inputs.queries.astype(np.float32) * 0.3, inputs.cache.astype(np.float32) * 0.5
-    queries[..., :512] += 20 * direction
-    rows = cache.reshape(-1, 576)
-    for request in range(3):
-        places = inputs.places(request)
-        rises = bits * np.arange(len(places)) / 64 / (20 * inputs.sm_scale * np.log2(np.e))
-        rows[places, :512] += rises[:, None] * direction
-    rising = replace(inputs, queries=queries.astype(bfloat16), cache=cache.astype(bfloat16))
-    assert_accurate(rising, *compute(library, rising, kernel=kernel, split_keys=1024))
+    """New largest scores all along, of little and of nearly all weight."""
+    inputs = rising(rng, make_inputs(rng, [0, 130, 3000], N=9, H=4, page_size=64), bits)
+    assert_accurate(inputs, *compute(library, inputs, kernel=kernel, split_keys=1024))
 
 
 def test_zero_queries_give_the_mean_of_the_visible_rows(
@@ -585,6 +576,24 @@ def test_nodes_equal_decoding_alone(
         split_keys=SPLIT,
         is_planned=bool(rng.integers(2)),
         out_dtype=np.float32 if rng.random() < 0.5 else None,
+    )
+
+
+@pytest.mark.parametrize("bits", [0.3, 2])
+def test_nodes_equal_decoding_alone_where_scores_rise(
+    rng: np.random.Generator, library: Library, kernel: str, bits: float
+) -> None:
+    """What a row takes for its largest score depends on no other row, nor on where a block comes."""
+    inputs = rising(rng, make_inputs(rng, [40, 63, 130, 700, 1000], N=17, H=24, page_size=64), bits)
+    assert_nodes_equal_decoding(
+        library,
+        rng,
+        inputs,
+        page_size=64,
+        other_page_size=16,
+        max_prefix_length=1100,
+        kernel=kernel,
+        split_keys=512,
     )
 
 
