@@ -164,7 +164,12 @@ def bench_table_flash_mla_and_tail(attention_bench, flash_mla, shape):
 @peer_may_warn
 def bench_table_flash_attention_3(attention_bench, shape):
     module = pytest.importorskip("fa3_fwd_interface")
-    attention_bench.peer(MAIN, shape, FLASH_ATTENTION_3, lambda inputs: inputs.flash_attention_3(module))
+    try:
+        attention_bench.peer(MAIN, shape, FLASH_ATTENTION_3, lambda inputs: inputs.flash_attention_3(module))
+    except RuntimeError as fault:  # builds leave combinations out
+        if "does not support" not in str(fault):
+            raise
+        pytest.skip(str(fault))
 
 
 @of_table
