@@ -7,10 +7,10 @@ the best candidates, and sums what is not among them (`device/candidate_scan.py`
 row's pieces, sorts, and turns logits into log-probs (`device/candidate_merge.py`).
 
 The sum of the exponentials is exact enough for log-probs near 0 to be right: the best candidate's own
-is left out of the sum s, so that its log-prob is -log1p(s). Those that leave are summed as integers,
-since they leave in no certain order, and everything else in a fixed one. That order is a row's own where
-its number of parts is given: quads then begin with the row, whatever its address, and not at multiples of
-their size.
+is left out of the sum s, so that its log-prob is -log1p(s). Those that leave at a time are summed as
+integers, since they do so in no certain order, and everything else in a fixed one. That order is a row's own
+where its number of parts is given: quads then begin with the row, whatever its address, and not at multiples
+of their size.
 """
 
 from __future__ import annotations

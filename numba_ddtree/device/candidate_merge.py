@@ -197,6 +197,9 @@ def merge_pieces_kernel(  # type: ignore[no-untyped-def]
     count = uint32(0)
     while taken < offered:
         room = uint32(uint32(wanted + growth + TILE) - count)
+        # Whole pieces: their keys are in no certain order, and what leaves is rounded to units of the
+        # threshold at which it does.
+        room = uint32(room // uint32(wanted) * uint32(wanted))
         end = uint32(min(offered, uint32(taken + room)))
         place = uint32(taken + uint32(thread))
         while place < end:

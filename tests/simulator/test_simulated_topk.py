@@ -21,9 +21,9 @@ from topk_checks import (
 
 from numba_ddtree import ArgumentError
 from numba_ddtree.cuda_target import SIMULATED, cuda
-from numba_ddtree.device import candidate_scan
+from numba_ddtree.device import candidate_merge, candidate_scan
 from numba_ddtree.device.candidate_merge import bank_place, piece_of, sort_keys
-from numba_ddtree.device.candidates import THREADS
+from numba_ddtree.device.candidates import COUNT, THREADS
 from numba_ddtree.draft_candidates import TILE, draft_topk, draft_topk_workspace_shape
 
 pytestmark = [
@@ -87,6 +87,31 @@ def test_samples_that_mislead(
     logits[0, 0, rng.permutation(sampled)[:lifted]] += 20
     check_topk(device, logits, 40, pieces_per_row=1)
     assert apart == [tiles // 8 * TILE, TILE][:looks]
+
+
+def test_pieces_are_merged_whole(
+    rng: np.random.Generator, device: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of a piece are in no certain order, and those that leave later are rounded to other units."""
+    offered: list[Any] = []
+    raise_threshold = candidate_merge.raise_threshold
+
+    def recording(shared: Any, *args: Any) -> Any:
+        if cuda.threadIdx.x == 0:
+            offered.append(np.array(shared[6][: shared[0][COUNT]]))
+        return raise_threshold(shared, *args)
+
+    monkeypatch.setattr(candidate_merge, "raise_threshold", recording)
+    k, pieces = 100, 24
+    check_topk(device, rng.normal(size=(1, 1, pieces * TILE)).astype(np.float32), k, pieces_per_row=pieces)
+    assert len(offered) > 1
+    known: set[int] = set()
+    for keys in offered:
+        columns = ~(keys & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+        new = [int(column) // TILE for column in columns if int(column) // TILE not in known]
+        assert set(np.bincount(new, minlength=pieces)) <= {0, k}
+        known |= set(new)
+    assert known == set(range(pieces))
 
 
 @pytest.mark.parametrize("value", [-1e9, 3e6, 2e38])
