@@ -6,6 +6,7 @@ import argparse
 import io
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -105,6 +106,32 @@ def run_command(program: str, run: Callable[[], int], faults: tuple[type[Excepti
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+class _End:
+    """What an interruption meets while modules are loaded."""
+
+    def __init__(self, program: str) -> None:
+        self._line = f"{program}: interrupted\n".encode()
+
+    def __call__(self, *_: object) -> NoReturn:
+        os.write(2, self._line)
+        os._exit(EXIT_INTERRUPTED)
+
+
+def end_when_interrupted(program: str) -> None:
+    """Let an interruption end the process at once, by what `run_command` would say and return.
+
+    For as long as modules are loaded: code that runs then may drop any exception, a `KeyboardInterrupt` too.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _End(program))
+
+
+def raise_when_interrupted() -> None:
+    """Undo `end_when_interrupted`, since from now on there may be something to keep."""
+    if isinstance(signal.getsignal(signal.SIGINT), _End):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _leave_closed_pipe() -> int:

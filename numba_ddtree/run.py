@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from numba_ddtree.command import (
     EXIT_INTERRUPTED,
     OneLineParser,
+    end_when_interrupted,
+    raise_when_interrupted,
     real_number,
     run_command,
     whole_number,
@@ -101,6 +103,7 @@ def _run_decode(options: argparse.Namespace) -> int:
         _check_device(backend, device)
     from numba_ddtree.demo.command import run_decode
 
+    raise_when_interrupted()
     outcome = run_decode(options, backend)
     if outcome.interrupted:
         return EXIT_INTERRUPTED
@@ -167,6 +170,7 @@ def _report(options: argparse.Namespace, run: Runner) -> int:
     """Show results as they come, or all as JSON at the end; return the exit code."""
     from numba_ddtree.reporting import Reporter
 
+    raise_when_interrupted()
     reporter = Reporter(results_to_stderr=options.json)
     code = 0
     try:
@@ -407,6 +411,7 @@ _DECODE_DEFAULTS: dict[str, Any] = {
 
 def run_program() -> NoReturn:
     """Run the command line and end the process with its exit code."""
+    end_when_interrupted(PROGRAM)
     code = main()
     if code == EXIT_INTERRUPTED:
         # Python would end itself by the signal instead if an interruption met it within `exec`, as imports

@@ -400,6 +400,24 @@ def test_an_interruption_at_any_time_leaves_no_traceback(delay: float, options: 
         assert json.loads(output)["interrupted"]
 
 
+def test_an_interruption_while_modules_are_loaded_is_not_lost(tmp_path: Path) -> None:
+    """As it would be where a module that decoding needs drops every exception while it is loaded."""
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "__init__.py").write_text(
+        "import signal, sys\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\n"
+        "sys.exit('lost')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "numba_ddtree.run", "--backend", "numpy"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "numba-ddtree: interrupted\n")
+
+
 def test_a_closed_pipe_leaves_the_trace(tmp_path: Path) -> None:
     trace = tmp_path / "rounds.kdtr"
     reader, writer = os.pipe()
