@@ -392,7 +392,10 @@ def test_an_interruption_at_any_time_leaves_no_traceback(delay: float, options: 
     process.stdout.readline()
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    try:
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert "Traceback" not in errors
     assert "interrupted" in output + errors
     assert process.returncode == 130
