@@ -3,8 +3,8 @@
 What begins with `bench_table` makes the table of `TreeAttention` in bfloat16, for the kernels that
 ``--attention-kernels`` names. With ``--full-attention`` what begins with `bench_grid` times shapes of all
 kinds. The peers have the same queries and keys; FlashMLA (the package sgl-flash-mla, where it is installed)
-attends without a mask, and so to more, or has the prefix alone, for torch to do the rest; so does, without a
-mask, FlashAttention-3 (fa3-fwd).
+attends without a mask, and so to more, or has the prefix alone, for torch to do the rest. FlashAttention-3
+(fa3-fwd) has no mask either.
 """
 
 from __future__ import annotations

@@ -47,6 +47,15 @@ if not SIMULATED:
         """Values in Numba's tuple of values of one type."""
         return [builder.extract_value(array, index) for index in range(array.type.count)]
 
+    def reduce_by_pairs(builder: Any, instruction: str, terms: Sequence[Any]) -> Any:
+        """Reduce float32, neighbours first: no long chain of what waits for the one before."""
+        code = f"{instruction} $0, $1, $2;"
+        while len(terms) > 1:
+            pairs = zip(terms[::2], terms[1::2], strict=False)
+            reduced = [assemble(builder, FLOAT, pair, code, "=f,f,f", is_pure=True) for pair in pairs]
+            terms = [*reduced, *terms[2 * len(reduced) :]]
+        return terms[0]
+
     def _effect(code: str, constraints: str, *argument_types: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             assemble(builder, VOID, args, code, constraints)

@@ -62,7 +62,17 @@ if not SIMULATED:
     from llvmlite import ir
     from numba.core import types
 
-    from numba_ddtree.device.ptx import FLOAT, LONG, VOID, WORD, array_of, assemble, elements_of, intrinsic
+    from numba_ddtree.device.ptx import (
+        FLOAT,
+        LONG,
+        VOID,
+        WORD,
+        array_of,
+        assemble,
+        elements_of,
+        intrinsic,
+        reduce_by_pairs,
+    )
 
     def _load_matrices(builder: Any, address: Any, offset: int, *, is_transposed: bool) -> list[Any]:
         transposed = ".trans" if is_transposed else ""
@@ -255,44 +265,30 @@ if not SIMULATED:
         """Elements of a 16 rows tall tile in the lane's row g, 0, or g + 8, 1."""
         return [element for index, element in enumerate(elements) if index % 4 // 2 == row]
 
-    def _by_rows(instruction: str, elements: list[Any], builder: Any) -> list[Any]:
-        """Reduce a 16 rows tall tile's elements in the lane's two rows, from the left."""
-        results = []
-        for row in range(2):
-            own = _of_row(elements, row)
-            result = own[0]
-            for element in own[1:]:
-                code = f"{instruction} $0, $1, $2;"
-                result = assemble(builder, FLOAT, [result, element], code, "=f,f,f", is_pure=True)
-            results.append(result)
-        return results
-
     @intrinsic
     def row_maxima(typing_context: Any, tile: Any) -> Any:
         """Largest element of the lane's part of rows g and g + 8 of a 16 rows tall tile: ``max.f32``."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            results = []
-            for row in range(2):
-                own = _of_row(elements_of(builder, args[0]), row)
-                while len(own) > 1:  # neighbours first: no long chain of what waits for the one before
-                    pairs = zip(own[::2], own[1::2], strict=False)
-                    larger = [
-                        assemble(builder, FLOAT, list(pair), "max.f32 $0, $1, $2;", "=f,f,f", is_pure=True)
-                        for pair in pairs
-                    ]
-                    own = larger + own[2 * len(larger) :]
-                results += own
-            return array_of(builder, results)
+            elements = elements_of(builder, args[0])
+            largest = [reduce_by_pairs(builder, "max.f32", _of_row(elements, row)) for row in range(2)]
+            return array_of(builder, largest)
 
         return types.UniTuple(types.float32, 2)(tile), generate
 
     @intrinsic
     def row_sums(typing_context: Any, tile: Any) -> Any:
-        """Sum of the lane's part of rows g and g + 8 of a 16 rows tall tile: ``add.rn.f32``."""
+        """Sum of the lane's part of rows g and g + 8 of a 16 rows tall tile, in order: ``add.rn.f32``."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return array_of(builder, _by_rows("add.rn.f32", elements_of(builder, args[0]), builder))
+            totals = []
+            for row in range(2):
+                total, *rest = _of_row(elements_of(builder, args[0]), row)
+                for element in rest:
+                    code = "add.rn.f32 $0, $1, $2;"
+                    total = assemble(builder, FLOAT, [total, element], code, "=f,f,f", is_pure=True)
+                totals.append(total)
+            return array_of(builder, totals)
 
         return types.UniTuple(types.float32, 2)(tile), generate
 

@@ -46,7 +46,16 @@ if not SIMULATED:
     from llvmlite import ir
     from numba.core import types
 
-    from numba_ddtree.device.ptx import FLOAT, VOID, WORD, array_of, assemble, elements_of, intrinsic
+    from numba_ddtree.device.ptx import (
+        FLOAT,
+        VOID,
+        WORD,
+        array_of,
+        assemble,
+        elements_of,
+        intrinsic,
+        reduce_by_pairs,
+    )
 
     def _order(code: str) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -277,22 +286,7 @@ if not SIMULATED:
                     assemble(builder, FLOAT, [word], code, "=f,r", is_pure=True)
                     for word in elements_of(builder, args[0])
                 ]
-                totals = []
-                for row in range(2):
-                    terms = pairs[row::2]
-                    while len(terms) > 1:
-                        terms = [
-                            assemble(
-                                builder,
-                                FLOAT,
-                                [first, second],
-                                "add.rn.f32 $0, $1, $2;",
-                                "=f,f,f",
-                                is_pure=True,
-                            )
-                            for first, second in zip(terms[::2], terms[1::2], strict=True)
-                        ]
-                    totals += terms
+                totals = [reduce_by_pairs(builder, "add.rn.f32", pairs[row::2]) for row in range(2)]
                 return array_of(builder, totals)
 
             return types.UniTuple(types.float32, 2)(words), generate

@@ -39,9 +39,8 @@ from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcom
 from numba_ddtree.tree_attention.hopper_scores import (
     factor_of,
     grown,
+    grown_by_pair,
     limits_of,
-    pair_at,
-    set_pair,
     sums_of_quad,
     visible_scores,
     weigh,
@@ -80,6 +79,8 @@ from numba_ddtree.tree_attention.hopper_state import (
     TOTALS,
     WEIGHTS_AT,
     first_query,
+    pair_at,
+    set_pair,
     word_at,
 )
 from numba_ddtree.tree_attention.kernel_arguments import input_arguments, result_arguments, scale_argument
@@ -111,7 +112,7 @@ if not SIMULATED:
         wait_for,
         wait_for_copies_if,
     )
-    from numba_ddtree.device.ptx import let_next_kernel_begin, product_of, shared_address_of, sum_of
+    from numba_ddtree.device.ptx import let_next_kernel_begin, product_of, shared_address_of
     from numba_ddtree.device.tile import row_sums, scale_rows, unit_address
     from numba_ddtree.device.wgmma import (
         close_products,
@@ -403,8 +404,7 @@ def make_kernel(number: str, name: str) -> Any:
             for pair in range(pairs):
                 await_s0()
                 if pair > 0:
-                    first = pair_at(base, ROUNDED, row)
-                    rounded = grown((sum_of(rounded[0], first[0]), sum_of(rounded[1], first[1])), last, added)
+                    rounded = grown_by_pair(rounded, base, row, last, added)
                 scores, gathers, kind = begin_scores(
                     full, gathered, record, turn, gathers, rotary, queries, keys
                 )
@@ -430,7 +430,8 @@ def make_kernel(number: str, name: str) -> Any:
                 store_words_in_chunk(weights, words)
                 fence_async_proxy()
                 announce_p1()
-                # All else of the pair comes after what the left warpgroup waits for.
+                # All else comes after what the left warpgroup waits for. Read again, these take no registers
+                # meanwhile.
                 origins, totals = pair_at(base, ORIGINS, row), pair_at(base, TOTALS, row)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
@@ -455,8 +456,7 @@ def make_kernel(number: str, name: str) -> Any:
                 is_continued = uint32(1)
                 turn = uint32(turn ^ uint32(1))
             await_p1_read()
-            first = pair_at(base, ROUNDED, row)
-            rounded = grown((sum_of(rounded[0], first[0]), sum_of(rounded[1], first[1])), last, added)
+            rounded = grown_by_pair(rounded, base, row, last, added)
             if word_at(item, FAULT) != 0:
                 totals = rounded = float32(np.nan), float32(np.nan)
             if quad == uint32(0):

@@ -24,8 +24,8 @@ from numba_ddtree.tree_attention.hopper_state import (
     OF_PATHS,
     OWN,
     PREFIX,
-    float_at,
-    set_float,
+    ROUNDED,
+    pair_at,
     word_at,
 )
 from numba_ddtree.tree_attention.path_blocks import visible_columns
@@ -36,7 +36,7 @@ if not SIMULATED:
     from numba_ddtree.device.wgmma import exp2_of_scores, keep_columns
 
 SHARE_BITS = 4  # a probability up to 2^-4 of the total may be above 1
-LARGEST_BITS = 8  # as long as it is not above 2^8
+LARGEST_BITS = 8  # as long as it is not above 2^8, for which float16 has room
 
 
 @device_routine
@@ -102,19 +102,13 @@ def grown(sums, factors, added):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def pair_at(base, first, row):  # type: ignore[no-untyped-def]
-    """Floats of shared memory of a lane's two rows."""
-    place = uint32(uint32(first) + row)
-    return float_at(base, place), float_at(base, uint32(place + uint32(8)))
+def grown_by_pair(rounded, base, row, last, added):  # type: ignore[no-untyped-def]
+    """Two rows' rounded sums after a pair: that of its first block is in shared memory, the second's given.
 
-
-@device_routine
-def set_pair(base, first, row, quad, values):  # type: ignore[no-untyped-def]
-    """Write the floats of a lane's two rows, by one lane of four."""
-    if quad == uint32(0):
-        place = uint32(uint32(first) + row)
-        set_float(base, place, values[0])
-        set_float(base, uint32(place + uint32(8)), values[1])
+    `rounded` are relative to the origins after the first block; `last` are the factors from there on.
+    """
+    first = pair_at(base, ROUNDED, row)
+    return grown((sum_of(rounded[0], first[0]), sum_of(rounded[1], first[1])), last, added)
 
 
 @device_routine

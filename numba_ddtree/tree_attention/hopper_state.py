@@ -103,6 +103,22 @@ def set_float(start, index, value):  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def pair_at(base, first, row):  # type: ignore[no-untyped-def]
+    """Floats of shared memory of a lane's two rows."""
+    place = uint32(uint32(first) + row)
+    return float_at(base, place), float_at(base, uint32(place + uint32(8)))
+
+
+@device_routine
+def set_pair(base, first, row, quad, values):  # type: ignore[no-untyped-def]
+    """Write the floats of a lane's two rows, by one lane of four."""
+    if quad == uint32(0):
+        place = uint32(uint32(first) + row)
+        set_float(base, place, values[0])
+        set_float(base, uint32(place + uint32(8)), values[1])
+
+
+@device_routine
 def first_query(item):  # type: ignore[no-untyped-def]
     """Return the number (int64) of an item's first row among all rows of queries."""
     low = int64(uint32(word_at(item, ROW_LOW)))
