@@ -25,7 +25,7 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     sequences_alone,
 )
 
-from numba_ddtree.tree_attention import hopper_loads, hopper_state, path_blocks  # noqa: E402
+from numba_ddtree.tree_attention import hopper_loads, hopper_merge, hopper_state, path_blocks  # noqa: E402
 
 MAP_BYTES = 128
 FIRST_MAP = 4096
@@ -41,6 +41,7 @@ CASES = {
     "late pairs": Case([400], 9, 16, page_size=64, is_late=True),
     "eight heads": Case([121], 9, 8),
     "splits": Case([130], 5, 64, split_blocks=2, workers=2),
+    "many splits": Case([130, 300], 3, 24, split_blocks=1, workers=5),
     "late splits": Case([0, 63], 7, 12, page_size=7, split_blocks=1, workers=2, is_late=True),
     "ragged": Case([70, 150], 9, 16, page_size=64, split_blocks=2, workers=3, counts=[5, 9]),
     "float32": Case([100], 9, 16, page_size=16, split_blocks=1, workers=2, is_float32=True),
@@ -52,9 +53,13 @@ CASES = {
 }
 
 
-def count_late() -> None:
-    """Let what paths decide of an item be wrong until long after its keys may be asked for."""
+def be_late() -> None:
+    """Let what paths decide of an item be wrong until long after its keys may be asked for.
+
+    And let loaders begin only when two items may have been told.
+    """
     describe_shared, describe_paths = hopper_loads.describe_shared, hopper_loads.describe_paths
+    load_keys = hopper.load_keys
     state = hopper_state
     words = (
         state.STREAM, state.LONGEST, state.GATHER_BEGIN, state.OUTPUT_KIND, state.FIRST_NODE, state.NODES,
@@ -62,7 +67,7 @@ def count_late() -> None:
 
     def describe_shared_and_spoil(base: Any, place: Any, *given: Any) -> Any:
         shared = describe_shared(base, place, *given)
-        if options.is_late and local.thread % 32 == 0:
+        if options.is_late and local.thread == hopper_loads.SCHEDULER:
             item = np.uint32(base + 4 * state.ITEMS + place * 4 * state.ITEM_WORDS)
             for word in words:
                 state.set_word(item, word, -1)
@@ -77,7 +82,13 @@ def count_late() -> None:
             time.sleep(0.05)
         return describe_paths(*given)
 
+    def load_keys_late(*given: Any) -> None:
+        if options.is_late:
+            time.sleep(2)
+        load_keys(*given)
+
     hopper_loads.describe_shared, hopper_loads.describe_paths = describe_shared_and_spoil, describe_paths_late
+    hopper.load_keys = load_keys_late
 
 
 def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -104,12 +115,17 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
         partials.numbers, partials.sums, partials.first_rows, partials.num_rest,
         u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
     )  # fmt: skip
+    options.threads = 384
     kernel = hopper.make_kernel("bf16", "kernel")
-    for index in range(case.workers):
+    for index in rng.permutation(case.workers).tolist():
         run_block(kernel, index, arguments)
-    merged = out.astype(np.float32)
-    partials.merge(64, merged, lse)
-    return merged, lse
+    options.threads = hopper_merge.THREADS
+    for index in range(int(partials.num_rest[0]) * hopper_merge.PIECES * 32 // hopper_merge.THREADS):
+        run_block(hopper_merge.merge_early_kernel, index, (
+            i32(partials.max_splits), i32(64), partials.numbers, partials.sums, partials.first_rows,
+            partials.num_rest, u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
+        ))  # fmt: skip
+    return out.astype(np.float32), lse
 
 
 def check_case(case: Case, rng: np.random.Generator) -> None:
@@ -147,7 +163,7 @@ def check_packing(rng: np.random.Generator) -> None:
 
 
 def main(names: list[str]) -> None:
-    count_late()
+    be_late()
     for name in names:
         rng = np.random.default_rng(len(name))
         if name == "packing":

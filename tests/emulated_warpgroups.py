@@ -461,15 +461,19 @@ def store_chunk_rows(chunk: Any, address: Any, wanted: Any) -> None:
             write_global(int(address) + 4096 * step, block().memory[start : start + 16].tobytes())
 
 
-def store_float_rows(address: Any, tile: Any, wanted: Any) -> None:
-    for row, numbers in enumerate(by_rows(tile)):
-        if int(wanted) > 8 * row:
-            for pair in range(len(numbers) // 2):
-                values = numbers[2 * pair : 2 * pair + 2]
-                write_global(int(address) + 2048 * 8 * row + 32 * pair, values.tobytes())
+def make_group_rows_store(group_bytes: int) -> Callable[[Any, Any], None]:
+    def store_group_rows(address: Any, tile: Any) -> None:
+        for row, numbers in enumerate(by_rows(tile)):
+            for group in range(len(numbers) // 2):
+                values = numbers[2 * group : 2 * group + 2]
+                write_global(int(address) + 8 * 32 * row + group_bytes * group, values.tobytes())
+
+    return store_group_rows
 
 
-def make_rows_store(number: str, read_slot: int, write_slot: int, write_out: int) -> Callable[..., None]:
+def make_rows_store(
+    number: str, read_slot: int, write_slot: int, write_out: int, group_bytes: int
+) -> Callable[..., None]:
     def stage_columns(stage: int, tile: Any) -> None:
         lane = local.thread % 32
         group = lane // 4
@@ -491,7 +495,7 @@ def make_rows_store(number: str, read_slot: int, write_slot: int, write_out: int
             shared_view(outcomes + 16 * row + 4 * word, np.float32)[0] for word in range(3)
         )
         to_do = int(shared_view(outcomes + 16 * row + 12, np.int32)[0])
-        in_slot = slot + 2048 * row + 128 * step
+        in_slot = slot + 32 * row + 4 * group_bytes * step
         held = global_bytes(in_slot, 16).view(np.float32) if to_do & read_slot else np.zeros(4, np.float32)
         result = (added * numbers + kept * held) * factor + np.float32(0)
         if to_do & write_slot:
@@ -546,6 +550,7 @@ EMULATIONS: dict[str, dict[str, Any]] = {
     "ptx": {
         "fresh_thread": lambda: np.uint32(local.thread),
         "let_next_kernel_begin": nothing,
+        "await_kernel_before": nothing,
         "shared_address_of": lambda array: BASE,
         "store_shared_word": lambda address, word: store(address, word, np.uint32),
         "copy_async": copy_async,
@@ -577,7 +582,7 @@ EMULATIONS: dict[str, dict[str, Any]] = {
         "make_word_sums": make_word_sums,
         "make_rows_store": make_rows_store,
         "store_chunk_rows": store_chunk_rows,
-        "store_float_rows": store_float_rows,
+        "make_group_rows_store": make_group_rows_store,
         "store_words_in_chunk": store_words_in_chunk,
         "load_left_words": load_left_words,
         "keep_columns": keep_columns,
@@ -619,6 +624,7 @@ def emulated(emulations: dict[str, dict[str, Any]]) -> Iterator[None]:
         setattr(target, kind.__name__, wrapping(kind))
     changed: Any = warp
     changed.warp_max = lambda value: np.uint32(max(map(int, in_warp(value))))
+    changed.warp_sum = lambda value: np.int32(sum(map(int, in_warp(value))))
     changed.warp_ballot = lambda is_set: np.uint32(sum(bool(b) << i for i, b in enumerate(in_warp(is_set))))
     changed.warp_broadcast = lambda value, lane: in_warp(value)[int(lane)]
     changed.warp_running_sum = lambda value: np.int32(sum(map(int, in_warp(value)[: local.thread % 32 + 1])))
@@ -643,11 +649,14 @@ def hopper_module() -> Any:
 
 def replace_outputs() -> None:
     """Let what writes outputs write to host memory."""
-    from numba_ddtree.tree_attention import row_outcomes, unused_rows
+    from numba_ddtree.tree_attention import row_outcomes, split_merge, unused_rows
 
     changed: Any = row_outcomes
     changed.natural_log_sum = natural_log_sum
     changed = unused_rows
+    changed.store_pair = store_pair
+    changed = split_merge
+    changed.natural_log_sum = natural_log_sum
     changed.store_pair = store_pair
 
 

@@ -14,7 +14,8 @@ import pytest
 
 import numba_ddtree
 from numba_ddtree.launch import Kernel
-from numba_ddtree.tree_attention.split_merge import MERGE_EARLY, MERGE_SPLITS
+from numba_ddtree.tree_attention.hopper_merge import MERGE_EARLY
+from numba_ddtree.tree_attention.split_merge import MERGE_SPLITS
 
 if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
     pytest.skip("Numba's simulator compiles nothing", allow_module_level=True)

@@ -15,6 +15,8 @@ CASES = (
     "prefix alone",
     "pages of two blocks",
     "shared groups",
+    "splits",
+    "many splits",
     "late",
     "late pairs",
     "late splits",

@@ -32,7 +32,8 @@ from numba_ddtree.tree_attention import (
     tensor_maps,
     whole_blocks,
 )
-from numba_ddtree.tree_attention.split_merge import MERGE_EARLY, MERGE_SPLITS
+from numba_ddtree.tree_attention.hopper_merge import MERGE_EARLY
+from numba_ddtree.tree_attention.split_merge import MERGE_SPLITS
 from numba_ddtree.tree_attention.splits import default_split_keys, split_sizes, whole_range
 from numba_ddtree.tree_attention.work import MAX_WORKERS
 

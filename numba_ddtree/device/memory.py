@@ -11,6 +11,8 @@ if SIMULATED:
     def load_four(array: Any, offset: Any) -> Any:
         return tuple(array.reshape(-1)[offset : offset + 4])
 
+    load_four_written = load_four
+
     def load_flat(array: Any, offset: Any) -> Any:
         return array.reshape(-1)[offset]
 
@@ -22,12 +24,8 @@ else:
     from numba.core import types
     from numba.cuda.extending import intrinsic
 
-    @intrinsic
-    def load_four(typing_context: Any, array: Any, offset: Any) -> Any:
-        """Four neighbouring float32 of a C-contiguous array in one 128-bit load: ``ld.global.v4.f32``.
-
-        `offset` counts elements from the array's first; the address must be a multiple of 16 bytes.
-        """
+    def _four(is_written: bool) -> Any:
+        constraints = "=f,=f,=f,=f,l" + (",~{memory}" if is_written else "")
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -36,8 +34,8 @@ else:
             load = ir.InlineAsm(
                 ir.FunctionType(lanes, [ir.IntType(64)]),
                 "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];",
-                "=f,=f,=f,=f,l",
-                side_effect=False,
+                constraints,
+                side_effect=is_written,
             )
             loaded = builder.call(load, [builder.ptrtoint(element, ir.IntType(64))])
             result = ir.Constant(ir.ArrayType(ir.FloatType(), 4), ir.Undefined)
@@ -45,7 +43,21 @@ else:
                 result = builder.insert_value(result, builder.extract_value(loaded, lane), lane)
             return result
 
-        return types.UniTuple(types.float32, 4)(array, types.int64), generate
+        return generate
+
+    @intrinsic
+    def load_four(typing_context: Any, array: Any, offset: Any) -> Any:
+        """Four neighbouring float32 of a C-contiguous array in one 128-bit load: ``ld.global.v4.f32``.
+
+        `offset` counts elements from the array's first; the address must be a multiple of 16 bytes. For
+        memory that nobody writes meanwhile: the load may come before anything that it stands behind.
+        """
+        return types.UniTuple(types.float32, 4)(array, types.int64), _four(False)
+
+    @intrinsic
+    def load_four_written(typing_context: Any, array: Any, offset: Any) -> Any:
+        """`load_four` of what others have written in the meantime: it stays behind what it stands behind."""
+        return types.UniTuple(types.float32, 4)(array, types.int64), _four(True)
 
     @intrinsic
     def load_flat(typing_context: Any, array: Any, offset: Any) -> Any:

@@ -44,6 +44,9 @@ if SIMULATED:
         values = _share(np.float64(value).view(np.int64)).view(np.float64)
         return np.float32(values[: cuda.threadIdx.x + 1].sum())
 
+    def warp_sum(value: Any) -> Any:
+        return np.int32(_share(value).sum())
+
     def warp_total(value: Any) -> Any:
         return np.int64(_share(value).sum())
 
@@ -55,21 +58,28 @@ else:
     from numba.core import types
     from numba.cuda.extending import intrinsic
 
-    @intrinsic
-    def warp_max(typing_context: Any, value: Any) -> Any:
-        """Largest of the lanes' values, uint32: ``redux.sync.max.u32`` (compute capability 8.0)."""
-
+    def _reduction(operation: str) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             word = ir.IntType(32)
             reduction = ir.InlineAsm(
                 ir.FunctionType(word, [word]),
-                "redux.sync.max.u32 $0, $1, 0xffffffff;",
+                f"redux.sync.{operation} $0, $1, 0xffffffff;",
                 "=r,r",
                 side_effect=True,
             )
             return builder.call(reduction, args)
 
-        return types.uint32(types.uint32), generate
+        return generate
+
+    @intrinsic
+    def warp_max(typing_context: Any, value: Any) -> Any:
+        """Largest of the lanes' values, uint32: ``redux.sync.max.u32`` (compute capability 8.0)."""
+        return types.uint32(types.uint32), _reduction("max.u32")
+
+    @intrinsic
+    def warp_sum(typing_context: Any, value: Any) -> Any:
+        """Sum of the lanes' values, int32, for each of them: ``redux.sync.add.s32`` (8.0, too)."""
+        return types.int32(types.int32), _reduction("add.s32")
 
     @device_function
     def warp_ballot(predicate: Any) -> Any:

@@ -362,32 +362,35 @@ if not SIMULATED:
 
         return types.void(types.uint32, types.uint64, types.int32), generate
 
-    @intrinsic
-    def store_float_rows(typing_context: Any, address: Any, tile: Any, wanted: Any) -> Any:
-        """Write an accumulator's rows in float32, 2048 bytes apart: ``st.global.v2.f32``.
+    def make_group_rows_store(group_bytes: int) -> Any:
+        """Make the store of an accumulator's rows by groups of 8 columns, which are so many bytes apart."""
 
-        `address` (uint64) is that of the lane's first pair in its row g; `wanted` (int32) is how many rows
-        there are from that one on.
-        """
+        @intrinsic
+        def store_group_rows(typing_context: Any, address: Any, tile: Any) -> Any:
+            """Write an accumulator's rows in float32, 32 bytes of a group: ``st.global.v2.f32``.
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            elements = elements_of(builder, args[1])
-            for index in range(0, len(elements), 2):
-                row = index // 2 % 2 * 8
-                code = (
-                    f"{{ .reg .pred goes; setp.gt.s32 goes, $3, {row}; "
-                    f"@goes st.global.v2.f32 [$0+{2048 * row + index // 4 * 32}], {{$1, $2}}; }}"
-                )
-                operands = [args[0], *elements[index : index + 2], args[2]]
-                assemble(builder, VOID, operands, code, "l,f,f,r")
-            return context.get_dummy_value()
+            `address` (uint64) is that of the lane's first pair in its row g.
+            """
 
-        return types.void(types.uint64, tile, types.int32), generate
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                elements = elements_of(builder, args[1])
+                for index in range(0, len(elements), 2):
+                    place = index // 4 * group_bytes + index // 2 % 2 * 8 * 32
+                    code = f"st.global.v2.f32 [$0+{place}], {{$1, $2}};"
+                    assemble(builder, VOID, [args[0], *elements[index : index + 2]], code, "l,f,f")
+                return context.get_dummy_value()
 
-    def make_rows_store(number: str, read_slot: int, write_slot: int, write_out: int) -> Any:
+            return types.void(types.uint64, tile), generate
+
+        return store_group_rows
+
+    def make_rows_store(
+        number: str, read_slot: int, write_slot: int, write_out: int, group_bytes: int
+    ) -> Any:
         """Make the store of an accumulator's rows, in ``"bf16x2"`` or ``"f16x2"``, or in float32.
 
-        The other arguments are bits of a row's outcome.
+        The next three arguments are bits of a row's outcome. A slot has rows of 32 bytes by groups of 8
+        columns, which are `group_bytes` apart.
         """
 
         @intrinsic
@@ -411,7 +414,8 @@ if not SIMULATED:
                     chosen = elements[16 * step : 16 * (step + 1)]
                     _stage_columns(builder, args[0], chosen)
                     for pair in range(2):
-                        code = _write_rows_code(number, step, pair, (read_slot, write_slot, write_out))
+                        bits = read_slot, write_slot, write_out
+                        code = _write_rows_code(number, step, pair, bits, 4 * step * group_bytes)
                         operands = [args[0], args[2], args[3], args[4], args[5]]
                         assemble(builder, VOID, operands, code, "r,r,l,l,r")
                 return context.get_dummy_value()
@@ -441,7 +445,9 @@ if not SIMULATED:
             assemble(builder, VOID, [at, *four], code, "r,f,f,f,f")
         assemble(builder, VOID, [], "bar.warp.sync 0xffffffff;", "")
 
-    def _write_rows_code(number: str, step: int, pair: int, bits: tuple[int, int, int]) -> str:
+    def _write_rows_code(
+        number: str, step: int, pair: int, bits: tuple[int, int, int], slot_offset: int
+    ) -> str:
         """PTX that writes a lane's columns of two of its four rows from where `_stage_columns` put them."""
         read, write, final = bits
         lines = [
@@ -459,7 +465,7 @@ if not SIMULATED:
                 f"and.b32 b, t{name}, {read}; setp.ne.u32 r, b, 0;",
                 *(f"mov.f32 s{name}{column}, 0f00000000;" for column in range(4)),
                 f"@r ld.global.v4.f32 {{s{name}0, s{name}1, s{name}2, s{name}3}}, "
-                f"[$2+{2048 * row + 128 * step}];",
+                f"[$2+{slot_offset + 32 * row}];",
             ]
         for each, name in enumerate("ab"):
             row = 4 * (2 * pair + each)
@@ -472,7 +478,7 @@ if not SIMULATED:
             lines += [
                 f".reg .b32 p{name}, q{name}; .reg .pred o{name};",
                 f"and.b32 b, t{name}, {write}; setp.ne.u32 w, b, 0;",
-                f"@w st.global.v4.f32 [$2+{2048 * row + 128 * step}], {{{', '.join(x)}}};",
+                f"@w st.global.v4.f32 [$2+{slot_offset + 32 * row}], {{{', '.join(x)}}};",
                 f"and.b32 b, t{name}, {final}; setp.ne.and.u32 o, b, 0, floats;",
                 f"@o st.global.v4.f32 [$3+{2048 * row + 128 * step}], {{{', '.join(x)}}};",
                 f"setp.ne.and.u32 o{name}, b, 0, !floats;",

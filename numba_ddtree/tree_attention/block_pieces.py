@@ -59,7 +59,7 @@ from numba_ddtree.tree_attention.kernel_arguments import SIGNATURE, make_kernel
 from numba_ddtree.tree_attention.key_blocks import count_keys, first_block, following, item_of, look_up
 from numba_ddtree.tree_attention.key_rows import ABSENT
 from numba_ddtree.tree_attention.row_copies import CHUNKS, LATENT_CHUNKS, load_chunks, load_queries
-from numba_ddtree.tree_attention.shares import share_out, take_item
+from numba_ddtree.tree_attention.shares import first_requests, share_out, take_item
 from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
@@ -183,7 +183,8 @@ def make_attend(number: str) -> Any:
         s_addresses = addresses_at(base, ADDRESSES_AT)
         rotary_at = uint32(base + uint32(ROTARY_AT))
         weights_at = uint32(base + uint32(WEIGHTS_AT))
-        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys)
+        first = first_requests(tree, keys, max_keys)
+        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys, first)
         shared_out = int32(whole * int32(PARTS)), shared_length
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
             results.num_rest[0] = int32(num_rest * int32(PARTS))

@@ -34,7 +34,8 @@ from numba_ddtree.devices import multiprocessors
 from numba_ddtree.errors import BackendError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
-from numba_ddtree.tree_attention.hopper_loads import load_keys, load_queries, schedule
+from numba_ddtree.tree_attention.hopper_loads import is_scheduler, load_keys, load_queries, schedule
+from numba_ddtree.tree_attention.hopper_merge import MERGE_EARLY
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
 from numba_ddtree.tree_attention.hopper_scores import (
     factor_of,
@@ -93,7 +94,7 @@ from numba_ddtree.tree_attention.split_items import (
     TREE_SIGNATURE,
     Tree,
 )
-from numba_ddtree.tree_attention.split_merge import MERGE_EARLY, launch_merge
+from numba_ddtree.tree_attention.split_merge import launch_merge
 from numba_ddtree.tree_attention.tensor_maps import key_maps, takes_boxes
 from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
@@ -128,7 +129,7 @@ if not SIMULATED:
         wait_for_all_but_last,
         wait_for_all_products,
     )
-    from numba_ddtree.tree_attention.hopper_outputs import make_output_store
+    from numba_ddtree.tree_attention.hopper_outputs import make_output_stores
 
     announce_p0, await_p0 = make_handover(1, 256)
     announce_p1, await_p1 = make_handover(2, 256)
@@ -168,6 +169,16 @@ def item_places(base, number):  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def count_pairs(barriers, item, number):  # type: ignore[no-untyped-def]
+    """Pairs (int32) of the item of a running number, at least one, once they are counted."""
+    wait_for(
+        uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + uint32(number & uint32(1)))),
+        uint32(uint32(number >> uint32(1)) & uint32(1)),
+    )
+    return int32(max(int32(1), int32(uint32(word_at(item, STREAM) + int32(1)) >> uint32(1))))
+
+
+@device_routine
 def rotary_words(item, q_pe, pe_stride):  # type: ignore[no-untyped-def]
     """Rotary part of the queries of a lane's two rows, as a left operand; of rows after the last any."""
     row, quad = row_of_lane()
@@ -198,7 +209,7 @@ def make_kernel(number: str, name: str) -> Any:
     )  # fmt: skip
     add_values = make_product(number, 256, [(2 * j, 128 * j) for j in range(4)], has_right_by_columns=True)
     pack_weights, sums_of_words = make_pack_tile(f"{number}x2"), make_word_sums(f"{number}x2")
-    store_outputs = make_output_store(number)
+    store_partial, store_outputs = make_output_stores(number)
 
     @device_routine
     def begin_scores(full, gathered, record, phase, turns, rotary, queries, keys):  # type: ignore[no-untyped-def]
@@ -283,7 +294,7 @@ def make_kernel(number: str, name: str) -> Any:
         number, turn, gathers = uint32(0), uint32(0), uint32(0)
         base = fresh_shared_address_of(s_words)
         item, _ = item_places(base, number)
-        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_COUNTED)), uint32(0))
+        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_FULL)), uint32(0))
         if word_at(item, REQUEST) < 0:
             return
         announce_p1_free()
@@ -296,19 +307,20 @@ def make_kernel(number: str, name: str) -> Any:
                 other_weights, full, gathered, record,
             ) = places_of(s_words, 0)  # fmt: skip
             item, seen = item_places(base, number)
-            pairs = int32(max(int32(1), int32(uint32(word_at(item, STREAM) + int32(1)) >> uint32(1))))
             wait_for_copies_if(
                 uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
             )
             output, is_continued = no_output(), uint32(0)
             origins = float32(-np.inf), float32(-np.inf)
-            for pair in range(pairs):
+            pair, pairs = int32(0), int32(1)
+            while pair < pairs:
                 scores, gathers, kind = begin_scores(
                     full, gathered, record, turn, gathers, rotary, queries, keys
                 )
                 announce_s0()
                 await_p0_free()
                 if pair == 0:
+                    pairs = count_pairs(barriers, item, number)
                     set_pair(base, TOTALS, row, quad, (float32(0), float32(0)))
                     cuda.syncwarp()
                 scores = wait_for_all_products(scores)
@@ -351,19 +363,22 @@ def make_kernel(number: str, name: str) -> Any:
                 announce_p1_free()
                 is_continued = uint32(1)
                 turn = uint32(turn ^ uint32(1))
+                pair = int32(pair + int32(1))
             announce_p1_read()
             number = uint32(fresh_word(int32(number + uint32(1))))
             wait_for(
-                uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + uint32(number & uint32(1)))),
+                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
                 uint32(uint32(number >> uint32(1)) & uint32(1)),
             )
             next_item, _ = item_places(base, number)
             is_wanted = word_at(next_item, REQUEST) >= 0
             if is_wanted:
                 rotary = rotary_words(next_item, q_pe, pe_stride)
+            is_stored = store_partial(output, item, 0, partials)
             await_outcomes()
-            chunk = uint32(base + uint32(WEIGHTS_AT))
-            store_outputs(output, base, chunk, item, 0, out, form, partials)
+            if not is_stored:
+                chunk = uint32(base + uint32(WEIGHTS_AT))
+                store_outputs(output, base, chunk, item, 0, out, form, partials)
             cuda.syncwarp()
             if fresh_lane() == uint32(0):
                 done = uint32(ITEM_FREE) + uint32(uint32(number & uint32(1)) ^ uint32(1))
@@ -380,7 +395,7 @@ def make_kernel(number: str, name: str) -> Any:
         number, turn, gathers = uint32(0), uint32(0), uint32(0)
         base = fresh_shared_address_of(s_words)
         item, _ = item_places(base, number)
-        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_COUNTED)), uint32(0))
+        wait_for(uint32(base + uint32(STATE_AT + 8 * ITEM_FULL)), uint32(0))
         if word_at(item, REQUEST) < 0:
             return
         announce_p0_free()
@@ -393,7 +408,6 @@ def make_kernel(number: str, name: str) -> Any:
                 other_weights, full, gathered, record,
             ) = places_of(s_words, 1)  # fmt: skip
             item, seen = item_places(base, number)
-            pairs = int32(max(int32(1), int32(uint32(word_at(item, STREAM) + int32(1)) >> uint32(1))))
             wait_for_copies_if(
                 uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
             )
@@ -401,7 +415,8 @@ def make_kernel(number: str, name: str) -> Any:
             new_0, new_1 = float32(-np.inf), float32(-np.inf)
             nothing = float32(0), float32(0)
             totals, rounded, added, last = nothing, nothing, nothing, nothing
-            for pair in range(pairs):
+            pair, pairs = int32(0), int32(1)
+            while pair < pairs:
                 await_s0()
                 if pair > 0:
                     rounded = grown_by_pair(rounded, base, row, last, added)
@@ -409,6 +424,8 @@ def make_kernel(number: str, name: str) -> Any:
                     full, gathered, record, turn, gathers, rotary, queries, keys
                 )
                 announce_s1()
+                if pair == 0:
+                    pairs = count_pairs(barriers, item, number)
                 await_p0()
                 origins, totals = pair_at(base, ORIGINS, row), pair_at(base, TOTALS, row)
                 factors = factor_of(new_0, origins[0]), factor_of(new_1, origins[1])
@@ -455,7 +472,9 @@ def make_kernel(number: str, name: str) -> Any:
                     arrive(uint32(barriers + uint32(8 * (RIGHT_FREE + 1))))
                 is_continued = uint32(1)
                 turn = uint32(turn ^ uint32(1))
+                pair = int32(pair + int32(1))
             await_p1_read()
+            is_stored = store_partial(output, item, LATENT // 2, partials)
             rounded = grown_by_pair(rounded, base, row, last, added)
             if word_at(item, FAULT) != 0:
                 totals = rounded = float32(np.nan), float32(np.nan)
@@ -467,15 +486,16 @@ def make_kernel(number: str, name: str) -> Any:
             announce_outcomes()
             number = uint32(fresh_word(int32(number + uint32(1))))
             wait_for(
-                uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + uint32(number & uint32(1)))),
+                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
                 uint32(uint32(number >> uint32(1)) & uint32(1)),
             )
             next_item, _ = item_places(base, number)
             is_wanted = word_at(next_item, REQUEST) >= 0
             if is_wanted:
                 rotary = rotary_words(next_item, q_pe, pe_stride)
-            chunk = uint32(base + uint32(WEIGHTS_AT + CHUNK_BYTES))
-            store_outputs(output, base, chunk, item, LATENT // 2, out, form, partials)
+            if not is_stored:
+                chunk = uint32(base + uint32(WEIGHTS_AT + CHUNK_BYTES))
+                store_outputs(output, base, chunk, item, LATENT // 2, out, form, partials)
             cuda.syncwarp()
             if fresh_lane() == uint32(0):
                 done = uint32(ITEM_FREE) + uint32(uint32(number & uint32(1)) ^ uint32(1))
@@ -529,7 +549,6 @@ def make_kernel(number: str, name: str) -> Any:
         s_words = cuda.shared.array(0, int32, alignment=ALIGNMENT)
         barriers = uint32(shared_address_of(s_words) + uint32(STATE_AT))
         thread = uint32(cuda.threadIdx.x)
-        lane = uint32(thread & uint32(31))
         warp = uint32(thread >> uint32(5))
         if max_splits > int32(1) and rest_tiles > int32(0):
             # The merge is next, and waits for this kernel's end. Where there is none, others' kernels may be.
@@ -552,15 +571,14 @@ def make_kernel(number: str, name: str) -> Any:
         cuda.syncthreads()
         if warp >= uint32(8):
             lower_registers()
-            if warp == uint32(10):
+            if warp >= uint32(10):
                 schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_rest)
-            elif warp == uint32(11):
-                load_queries(s_words, q_nope, nope_stride, lane)
-                fill_unused_rows(tree, keys, max_keys, out, lse, form, cuda.blockIdx.x, workers)
+                if not is_scheduler():
+                    load_queries(s_words, q_nope, nope_stride)
+                    fill_unused_rows(tree, keys, max_keys, out, lse, form, cuda.blockIdx.x, workers)
             else:
                 load_keys(
-                    s_words, keys, tree, maps, in_boxes, sees_prefix, lane,
-                    uint32(warp - uint32(8)),
+                    s_words, keys, tree, maps, in_boxes, sees_prefix, uint32(warp - uint32(8)),
                 )  # fmt: skip
         else:
             raise_registers()

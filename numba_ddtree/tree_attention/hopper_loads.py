@@ -73,7 +73,13 @@ from numba_ddtree.tree_attention.path_blocks import (
     nodes_of,
 )
 from numba_ddtree.tree_attention.row_copies import load_row
-from numba_ddtree.tree_attention.shares import find_item, fold_slot, share_out, splits_of_whole
+from numba_ddtree.tree_attention.shares import (
+    find_item,
+    first_requests,
+    fold_slot,
+    share_out,
+    splits_of_whole,
+)
 from numba_ddtree.tree_attention.split_items import prefix_of, splits_of
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
@@ -89,6 +95,7 @@ if not SIMULATED:
     )
     from numba_ddtree.device.ptx import (
         copy_async,
+        fresh_thread,
     )
     from numba_ddtree.device.tensor_copies import (
         acquire_map,
@@ -97,6 +104,9 @@ if not SIMULATED:
     from numba_ddtree.device.tile import (
         unit_address,
     )
+
+SCHEDULER = 320  # first thread of the warp that finds items
+REHEARSAL = -1
 
 
 @device_routine
@@ -108,7 +118,7 @@ def describe_shared(  # type: ignore[no-untyped-def]
     Returns its number (int32) of shared blocks. Request -1 is the end of all items.
     """
     item = uint32(base + uint32(4 * ITEMS) + place * uint32(4 * ITEM_WORDS))
-    is_writer = fresh_lane() == uint32(0)
+    is_writer = fresh_thread() == uint32(SCHEDULER)
     if is_writer:
         set_word(item, REQUEST, request)
     if request < 0:
@@ -195,22 +205,36 @@ def tell(at, event):  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def is_scheduler():  # type: ignore[no-untyped-def]
+    """Whether this warp is the one that finds items."""
+    return uint32(fresh_thread() & uint32(~31)) == uint32(SCHEDULER)
+
+
+@device_routine
 def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_rest):  # type: ignore[no-untyped-def]
-    """Find this block's items one after the other, and describe them for the other warps."""
-    whole, shared_length, rest = share_out(tree, keys, share, max_keys)
-    if cuda.blockIdx.x == 0 and fresh_lane() == uint32(0):
+    """Find this block's items one after the other, and describe them for the other warps.
+
+    To get instructions that come for the first time takes longer than to carry them out. So a second warp
+    goes ahead: it takes the first request to have a tile, without looking, finds that, and returns, having
+    written nothing. What it has come through is then at hand for the scheduler.
+    """
+    first = int32(fresh_lane() == uint32(0)), int32(1)
+    if is_scheduler():
+        first = first_requests(tree, keys, max_keys)
+    whole, shared_length, rest = share_out(tree, keys, share, max_keys, first)
+    if cuda.blockIdx.x == 0 and fresh_thread() == uint32(SCHEDULER):
         num_rest[0] = rest
-    index = int32(cuda.blockIdx.x)
+    index = int32(cuda.blockIdx.x) if is_scheduler() else int32(0)
     number = uint32(0)
     request = int32(0)
     while request >= 0:
         length = fresh_word(shared_length)
-        request, tile, split, slot = find_item(tree, keys, share, max_keys, 1, whole, length, index)
+        request, tile, split, slot = find_item(tree, keys, share, max_keys, 1, whole, length, index, first)
         end, is_folded = int32(split + int32(1)), int32(0)
         if request >= 0 and index < whole:
             end, length = splits_of_whole(tree, share, request)
             slot, is_folded = fold_slot(share, 1), int32(1)
-        elif request >= 0 and split == 0 and fresh_lane() == uint32(0):
+        elif request >= 0 and split == 0 and fresh_thread() == uint32(SCHEDULER):
             row = int64(request) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
             first_rows[uint32(slot) // uint32(share.max_splits)] = int64(row + int64(tile * int32(TILE_ROWS)))
         index = int32(index + share.workers)
@@ -225,6 +249,8 @@ def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_
             shared = describe_shared(
                 base, place, tree, request, tile, split, length, slot, is_folded, sees_prefix
             )
+            if not is_scheduler():
+                return
             is_told, blocks = shared > 0 or request < 0, int32(1)
             if is_told:
                 tell(at, ITEM_FULL)
@@ -239,11 +265,12 @@ def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_
 
 
 @device_routine
-def load_queries(s_words, q_nope, nope_stride, lane):  # type: ignore[no-untyped-def]
+def load_queries(s_words, q_nope, nope_stride):  # type: ignore[no-untyped-def]
     """Load the latent part of each item's queries, by a warp."""
     base = fresh_shared_address_of(s_words)
     barriers = uint32(base + uint32(STATE_AT))
     number = uint32(0)
+    lane = fresh_lane()
     unit = uint32(lane & uint32(7))
     while True:
         slot = uint32(number & uint32(1))
@@ -363,37 +390,48 @@ def copy_chunks(buffer, full, tensor_map, first, count, row, page):  # type: ign
 
 
 @device_routine
-def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, which):  # type: ignore[no-untyped-def]
-    """Load every other block of each item into a buffer, 0 or 1, by a warp of its own."""
+def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type: ignore[no-untyped-def]
+    """Load every other block of each item into a buffer, 0 or 1, by a warp of its own.
+
+    While the first item is looked for the warp goes through an item of two shared blocks without copying
+    anything, for its instructions to be at hand (see `schedule`).
+    """
     base = fresh_shared_address_of(s_words)
     barriers = uint32(base + uint32(STATE_AT))
-    number, turn = uint32(0), uint32(0)
-    is_leader = lane == uint32(0)
+    lane = fresh_lane()
+    number, turn = uint32(fresh_word(int32(REHEARSAL if in_boxes != 0 else 0))), uint32(0)
     buffer = uint32(base + uint32(KEYS_AT) + which * uint32(BLOCK_BYTES))
     full = uint32(barriers + uint32(8 * KEYS_FULL) + which * uint32(72))
     free = uint32(barriers + uint32(8) * which)
     record = uint32(base + uint32(4 * RECORDS) + which * uint32(4 * RECORD_WORDS))
-    if in_boxes != 0 and is_leader:
+    if in_boxes != 0 and lane == uint32(0):
         acquire_map(maps)
         acquire_map(uint64(maps + uint64(128)))
     while True:
         slot = uint32(number & uint32(1))
         phase = uint32(uint32(number >> uint32(1)) & uint32(1))
-        wait_for(uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + slot)), phase)
+        if int32(number) != REHEARSAL:
+            wait_for(uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + slot)), phase)
         item = uint32(base + uint32(4 * ITEMS) + slot * uint32(4 * ITEM_WORDS))
         seen = uint32(base + uint32(4 * SEEN) + slot * uint32(4 * TILE_ROWS))
         request = word_at(item, REQUEST)
+        shared, shared_begin = word_at(item, SHARED), word_at(item, SHARED_BEGIN)
+        is_leader = lane == uint32(0)
+        if int32(number) == REHEARSAL:
+            request, shared, shared_begin, is_leader = int32(0), int32(2), int32(0), False
         if request < 0:
             return
-        shared, shared_begin = word_at(item, SHARED), word_at(item, SHARED_BEGIN)
         pages, next_pages = int32(0), int32(0)
-        if in_boxes != 0 and int32(lane) < shared:
+        if in_boxes != 0 and int32(lane) < shared and int32(number) != REHEARSAL:
             next_pages = page_and_row(keys, request, int32(shared_begin + int32(lane)))
         # The path block that comes at `place`, and the first of the nodes that share it.
         place, path_block, first = shared, int32(0), int32(0)
         # Whether blocks come after the shared ones is known when paths are counted.
         blocks, index, is_counted = shared, int32(which), False
         while True:
+            if int32(number) == REHEARSAL and index >= shared:
+                turn = uint32(0)
+                break
             if not is_counted and index >= shared:
                 wait_for(uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + slot)), phase)
                 is_counted, path_block = True, word_at(item, GATHER_BEGIN)
@@ -471,6 +509,6 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, lane, which):  #
             turn = uint32(turn + uint32(1))
             index = int32(index + int32(2))
         cuda.syncwarp()
-        if lane == uint32(0):
+        if is_leader:
             arrive(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + slot)))
         number = uint32(number + uint32(1))

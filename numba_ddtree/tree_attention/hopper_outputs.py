@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32, uint64
+from numba_ddtree.tree_attention.hopper_merge import GROUP_COLUMNS, GROUP_NUMBERS
 from numba_ddtree.tree_attention.hopper_state import (
     ADDED,
     FACTOR,
@@ -42,14 +43,15 @@ if not SIMULATED:
     from numba_ddtree.device.ptx import address_of, fresh_thread
     from numba_ddtree.device.tile import unit_address
     from numba_ddtree.device.wgmma import (
+        make_group_rows_store,
         make_output_words,
         make_rows_store,
         store_chunk_rows,
-        store_float_rows,
         store_words_in_chunk,
     )
 
 WARP_ROWS = 16
+GROUP_BYTES = 4 * GROUP_NUMBERS
 
 
 @device_routine
@@ -91,9 +93,19 @@ def share_outcome(base, item, seen, row, maximum, total, rounded, partial_sums, 
     set_word(outcome, TO_DO, to_do)
 
 
-def make_output_store(number: str) -> Any:
-    """Make the store of a warpgroup's outputs, which are of ``"bf16"`` or ``"f16"`` or float32."""
-    store_rows = make_rows_store(f"{number}x2", READ_SLOT, WRITE_SLOT, WRITE_OUT)
+def make_output_stores(number: str) -> tuple[Any, Any]:
+    """Make the stores of a warpgroup's outputs, which are of ``"bf16"`` or ``"f16"`` or float32.
+
+    Returns
+    -------
+    store_partial
+        Writes an item all of whose rows are partial results, which needs none of their outcomes. Returns
+        whether this is one.
+    store_outputs
+        Writes any other.
+    """
+    store_rows = make_rows_store(f"{number}x2", READ_SLOT, WRITE_SLOT, WRITE_OUT, GROUP_BYTES)
+    store_slot_rows = make_group_rows_store(GROUP_BYTES)
     words_0, words_1, words_2, words_3 = (
         make_output_words(f"{number}x2", 64 * quarter, 64) for quarter in range(4)
     )
@@ -130,13 +142,15 @@ def make_output_store(number: str) -> Any:
         store_quarter(words_3(output, factors), places, uint64(address + uint64(384)), wanted)
 
     @device_routine
-    def store_slot(output, item, first_column, partials):  # type: ignore[no-untyped-def]
+    def store_partial(output, item, first_column, partials):  # type: ignore[no-untyped-def]
         """Write outputs of an item all of which are partial results, none of them folded yet."""
+        if word_at(item, OUTPUT_KIND) != IN_SLOT:
+            return False
         row, quad = row_of_lane()
-        column = int64(uint32(first_column) + uint32(quad << uint32(1)))
-        place = int64(int64(word_at(item, SLOT_ROW) + int32(row)) * int64(LATENT) + column)
-        wanted = int32(word_at(item, ROWS) - int32(row))
-        store_float_rows(uint64(address_of(partials) + uint64(place) * uint64(4)), output, wanted)
+        in_slot = uint32(first_column * TILE_ROWS) + row * uint32(GROUP_COLUMNS) + uint32(quad << uint32(1))
+        place = int64(int64(word_at(item, SLOT_ROW)) * int64(LATENT) + int64(in_slot))
+        store_slot_rows(uint64(address_of(partials) + uint64(place) * uint64(4)), output)
+        return True
 
     @device_routine
     def store_mixed(output, base, chunk, item, first_column, out, form, partials):  # type: ignore[no-untyped-def]
@@ -144,10 +158,15 @@ def make_output_store(number: str) -> Any:
         lane = fresh_lane()
         first_row = uint32(row_of_lane()[0] & uint32(TILE_ROWS - WARP_ROWS))
         row = uint32(first_row + uint32(lane >> uint32(3)))
-        column = int64(uint32(first_column) + uint32(uint32(lane & uint32(7)) << uint32(2)))
+        column = uint32(uint32(first_column) + uint32(uint32(lane & uint32(7)) << uint32(2)))
+        in_slot = uint32(
+            uint32(column & uint32(~(GROUP_COLUMNS - 1))) * uint32(TILE_ROWS)
+            + row * uint32(GROUP_COLUMNS)
+            + uint32(column & uint32(GROUP_COLUMNS - 1))
+        )
         width = uint64(4) if form == FLOAT32 else uint64(2)
-        place = int64(int64(first_query(item) + int64(row)) * int64(LATENT) + column)
-        slot = int64(int64(word_at(item, SLOT_ROW) + int32(row)) * int64(LATENT) + column)
+        place = int64(int64(first_query(item) + int64(row)) * int64(LATENT) + int64(column))
+        slot = int64(int64(word_at(item, SLOT_ROW)) * int64(LATENT) + int64(in_slot))
         store_rows(
             uint32(chunk + first_row * uint32(128)),
             output,
@@ -160,13 +179,10 @@ def make_output_store(number: str) -> Any:
     @device_routine
     def store_outputs(output, base, chunk, item, first_column, out, form, partials):  # type: ignore[no-untyped-def]
         """Write a warpgroup's outputs, 256 columns from `first_column` on, through its own chunk."""
-        kind = word_at(item, OUTPUT_KIND)
-        if kind == PLAIN and form != FLOAT32:
+        if word_at(item, OUTPUT_KIND) == PLAIN and form != FLOAT32:
             store_plain(output, base, chunk, item, first_column, out)
-        elif kind == IN_SLOT:
-            store_slot(output, item, first_column, partials)
         else:
             cuda.syncwarp()
             store_mixed(output, base, chunk, item, first_column, out, form, partials)
 
-    return store_outputs
+    return store_partial, store_outputs

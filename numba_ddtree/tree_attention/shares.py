@@ -15,11 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_ddtree.cuda_target import cuda, device_routine, int32, uint32
-from numba_ddtree.device.warp import LANES, warp_ballot, warp_broadcast, warp_max, warp_running_sum
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, uint32
+from numba_ddtree.device.warp import LANES, warp_ballot, warp_broadcast, warp_max, warp_running_sum, warp_sum
 from numba_ddtree.tree_attention.path_blocks import group_shape
 from numba_ddtree.tree_attention.split_items import blocks_of, prefix_of, tiles_in_use
 from numba_ddtree.tree_attention.work import KEY_BLOCK, MAX_WORKERS, TILE_ROWS, SplitPlan
+
+if SIMULATED:
+
+    def fresh_word(word: Any) -> Any:
+        return word
+
+else:
+    from numba_ddtree.device.mbarriers import fresh_word
 
 SHARE_SIGNATURE = "int32, int32, int32, int32"
 ITEM_BLOCKS = 4  # blocks' worth of time that an item takes beside its blocks
@@ -47,10 +55,16 @@ def quotient(count: Any, size: Any) -> Any:
 
 
 @device_routine
-def parts_and_blocks(tree: Any, keys: Any, request: Any, max_keys: Any, parts: Any) -> Any:
-    """Parts in use of a request, and blocks of its longest key range (int32); none of no request."""
-    count = int32(tiles_in_use(tree, keys, request, max_keys) * int32(parts))
+def tiles_and_blocks(tree: Any, keys: Any, request: Any, max_keys: Any) -> Any:
+    """Tiles in use of a request, and blocks of its longest key range (int32); none of no request."""
+    count = tiles_in_use(tree, keys, request, max_keys)
     return count, blocks_of(tree, request) if count > 0 else int32(0)
+
+
+@device_routine
+def first_requests(tree: Any, keys: Any, max_keys: Any) -> Any:
+    """`tiles_and_blocks` of a lane's request of the first 32, for who looks through them several times."""
+    return tiles_and_blocks(tree, keys, int32(cuda.threadIdx.x & 31), max_keys)
 
 
 @device_routine
@@ -61,19 +75,20 @@ def gathered_more(tree: Any, request: Any, blocks: Any) -> Any:
     prefix = prefix_of(tree, request)
     longest = int32(prefix + min(tree.num_nodes[uint32(request)], tree.max_path))
     nodes = uint32(min(tree.num_nodes[uint32(request)], int32(quotient(TILE_ROWS, tree.heads))))
-    more = int32(0)
-    for block in range(int32(uint32(prefix) // uint32(KEY_BLOCK)), int32(blocks)):
-        _, _, count = group_shape(prefix, int32(block), longest)
+    more, block = int32(0), int32(uint32(prefix) // uint32(KEY_BLOCK))
+    while block < blocks:
+        _, _, count = group_shape(prefix, block, longest)
         more = int32(more + int32(quotient(nodes, count)) - int32(1))
+        block = fresh_word(int32(block + int32(1)))  # so that this is not unrolled: few blocks have paths
     return more
 
 
 @device_routine
-def share_out(tree: Any, keys: Any, share: Any, max_keys: Any) -> Any:
+def share_out(tree: Any, keys: Any, share: Any, max_keys: Any, first: Any) -> Any:
     """Share the work out: tiles taken whole, blocks of a split, and tiles of the rest; the warp takes part.
 
-    All three are int32. The rest is taken whole, too, where its splits would not end earlier, or where it
-    has no slots.
+    All three are int32, and `first` are the `first_requests`. The rest is taken whole, too, where its splits
+    would not end earlier, or where it has no slots.
     """
     length = share.split_blocks
     if share.max_splits == 1:
@@ -81,15 +96,19 @@ def share_out(tree: Any, keys: Any, share: Any, max_keys: Any) -> Any:
     batch = int32(tree.num_nodes.shape[0])
     lane = int32(cuda.threadIdx.x & 31)
     total, in_all, longest, more = int32(0), int32(0), uint32(1), uint32(0)
-    for start in range(0, batch, LANES):
-        count, blocks = parts_and_blocks(tree, keys, int32(int32(start) + lane), max_keys, 1)
-        total = int32(total + warp_broadcast(warp_running_sum(count), LANES - 1))
-        in_all = int32(in_all + warp_broadcast(warp_running_sum(int32(count * blocks)), LANES - 1))
+    start = int32(0)
+    while start < batch:  # in 32 bits, which a range would not count in
+        count, blocks = first
+        if start > 0:
+            count, blocks = tiles_and_blocks(tree, keys, int32(start + lane), max_keys)
+        total = int32(total + warp_sum(count))
+        in_all = int32(in_all + warp_sum(int32(count * blocks)))
         longest = uint32(max(longest, warp_max(uint32(blocks))))
         own_more = int32(0)
         if count > 0:
-            own_more = gathered_more(tree, int32(int32(start) + lane), blocks)
+            own_more = gathered_more(tree, int32(start + lane), blocks)
         more = uint32(max(more, warp_max(uint32(own_more))))
+        start = int32(start + int32(LANES))
     workers = uint32(share.workers)
     rest = uint32(uint32(total) - uint32(total) // workers * workers)
     if rest == uint32(0) or rest > uint32(share.rest_tiles):
@@ -144,41 +163,54 @@ def best_length(share: Any, rest: Any, longest: Any, typical: Any, more: Any) ->
 
 @device_routine
 def find_item(
-    tree: Any, keys: Any, share: Any, max_keys: Any, parts: Any, whole: Any, length: Any, index: Any
+    tree: Any,
+    keys: Any,
+    share: Any,
+    max_keys: Any,
+    parts: Any,
+    whole: Any,
+    length: Any,
+    index: Any,
+    first: Any,
 ) -> Any:
     """Request, part of the request, split and slot (int32) of an item; the warp takes part.
 
     Items from 0 to ``whole - 1`` are whole parts, split 0 and slot -1. The rest are numbered request by
     request, then split by split, so that neighbours read the same keys. The request is -1 if there are not so
-    many items.
+    many items. `first` are the `first_requests`.
     """
     batch = int32(tree.num_nodes.shape[0])
     lane = int32(cuda.threadIdx.x & 31)
     is_whole = index < whole
     target = int32(index) if is_whole else int32(index - whole)
     parts_before, before = int32(0), int32(0)
-    for start in range(0, batch, LANES):
-        count, blocks = parts_and_blocks(tree, keys, int32(int32(start) + lane), max_keys, parts)
+    start = int32(0)
+    while start < batch:
+        count, blocks = first
+        if start > 0:
+            count, blocks = tiles_and_blocks(tree, keys, int32(start + lane), max_keys)
+        count = int32(count * int32(parts))
         running = warp_running_sum(count)
-        first = int32(parts_before + running - count)
-        skipped = int32(min(max(int32(whole - first), int32(0)), count))
+        first_part = int32(parts_before + running - count)
+        skipped = int32(min(max(int32(whole - first_part), int32(0)), count))
         left = int32(count - skipped)
         items = skipped if is_whole else int32(uint32(left) * quotient(blocks, length))
         found = warp_running_sum(items)
         is_beyond = warp_ballot(target < before + found)
         if is_beyond != uint32(0):
             owner = int32(cuda.ffs(int32(is_beyond)) - 1)
-            request = int32(int32(start) + owner)
+            request = int32(start + owner)
             inside = int32(target - before - warp_broadcast(int32(found - items), owner))
             if is_whole:
                 return request, inside, int32(0), int32(-1)
             left, skipped = warp_broadcast(left, owner), warp_broadcast(skipped, owner)
             split = int32(uint32(inside) // uint32(left))
             part = int32(skipped + inside - split * left)
-            place = int32(warp_broadcast(first, owner) + part - whole)
+            place = int32(warp_broadcast(first_part, owner) + part - whole)
             return request, part, split, int32(place * share.max_splits + split)
         before = int32(before + warp_broadcast(found, LANES - 1))
         parts_before = int32(parts_before + warp_broadcast(running, LANES - 1))
+        start = int32(start + int32(LANES))
     return int32(-1), int32(0), int32(0), int32(-1)
 
 
@@ -212,7 +244,8 @@ def take_item(
     `step` counts the splits of a whole part, which the worker takes one after the other: those are so many.
     Of the rest, an item's split is its last one.
     """
-    request, part, split, slot = find_item(tree, keys, share, max_keys, parts, whole, length, index)
+    first = first_requests(tree, keys, max_keys)
+    request, part, split, slot = find_item(tree, keys, share, max_keys, parts, whole, length, index, first)
     if request >= 0 and index < whole:
         splits, length = splits_of_whole(tree, share, request)
         return request, part, int32(step), fold_slot(share, parts), int32(length), splits

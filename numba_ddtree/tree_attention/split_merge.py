@@ -1,8 +1,4 @@
-"""Merges the partial results of tiles whose splits were several workers', as `split_fold` says.
-
-Behind the Hopper kernel, the merge may start early: its blocks come while the last items are at work, and
-wait for that kernel's end before they touch memory.
-"""
+"""Merges the partial results of tiles whose splits were several workers', as `split_fold` says."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
-from numba_ddtree.device.memory import load_flat, load_four, store_flat
+from numba_ddtree.device.memory import load_flat, load_four_written, store_flat
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.outputs import BFLOAT16, FLOAT16, FLOAT32, output_form
@@ -19,7 +15,7 @@ from numba_ddtree.tree_attention.split_fold import fold_normaliser, fold_weights
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
 
 if not SIMULATED:
-    from numba_ddtree.device.ptx import await_kernel_before, product_of
+    from numba_ddtree.device.ptx import product_of
     from numba_ddtree.tree_attention.outputs import natural_log_sum, store_pair
 
 THREADS = block_threads(256)
@@ -27,15 +23,20 @@ ROWS = THREADS // 32  # of a block, a warp each
 
 
 @device_routine
-def load_row(partials, place, lane):  # type: ignore[no-untyped-def]
-    """Load a lane's numbers of a row of partial results, by a warp."""
-    start = int64(place) * int64(LATENT) + int64(uint32(lane << uint32(2)))
+def load_row(partials, start, step):  # type: ignore[no-untyped-def]
+    """Load a lane's numbers of a row of partial results, four times four, `step` numbers apart."""
     return (
-        load_four(partials, start),
-        load_four(partials, start + int64(128)),
-        load_four(partials, start + int64(256)),
-        load_four(partials, start + int64(384)),
+        load_four_written(partials, start),
+        load_four_written(partials, int64(start + step)),
+        load_four_written(partials, int64(start + int64(2) * step)),
+        load_four_written(partials, int64(start + int64(3) * step)),
     )
+
+
+@device_routine
+def load_sums(partial_sums, place, further):  # type: ignore[no-untyped-def]
+    """Load the sums of the row so many rows behind row `place`."""
+    return load_four_written(partial_sums, int64(4) * int64(place + further))
 
 
 @device_routine
@@ -72,11 +73,11 @@ def make_row_store(form: np.int32) -> Any:
         store_pair(out, after, product_of(values[2], factor), product_of(values[3], factor), form)
 
     @device_routine
-    def store_row(out, start, a, b, c, d, factor):  # type: ignore[no-untyped-def]
+    def store_row(out, start, step, a, b, c, d, factor):  # type: ignore[no-untyped-def]
         store_four(out, start, a, factor)
-        store_four(out, int64(start + int64(128)), b, factor)
-        store_four(out, int64(start + int64(256)), c, factor)
-        store_four(out, int64(start + int64(384)), d, factor)
+        store_four(out, int64(start + step), b, factor)
+        store_four(out, int64(start + int64(2) * step), c, factor)
+        store_four(out, int64(start + int64(3) * step), d, factor)
 
     return store_row
 
@@ -85,74 +86,78 @@ store_floats, store_bfloat16, store_float16 = map(make_row_store, (FLOAT32, BFLO
 
 
 @device_routine
-def merge_row(partials, partial_sums, place, stride, splits, out, lse, row, form, lane):  # type: ignore[no-untyped-def]
-    """Merge a row's splits, which lie `stride` rows apart from row `place` on; by a warp."""
-    a, b, c, d = load_row(partials, place, lane)
-    sums = load_four(partial_sums, int64(4) * place)
-    state = sums[0], sums[1], sums[2], a, b, c, d
-    last = int64(place + int64(splits - int32(1)) * stride)
-    for split in range(1, splits, 2):  # two at once, for the loads of both to be under way together
-        near = int64(place + int64(split) * stride)
-        far = int64(min(int64(near + stride), last))
-        sums, sums_far = load_four(partial_sums, int64(4) * near), load_four(partial_sums, int64(4) * far)
-        added, added_far = load_row(partials, near, lane), load_row(partials, far, lane)
+def merge_row(  # type: ignore[no-untyped-def]
+    partials, partial_sums, place, stride, splits, start, step, out, out_start, out_step, lse, row,
+    writes_lse, form,
+):  # fmt: skip
+    """Merge a lane's numbers of a row's splits, of which there are at least two, `stride` rows apart.
+
+    The row's sums are in row `place`. The lane has four times four numbers, `step` apart from number `start`
+    of the first split on, and `out_step` apart from number `out_start` of the output on.
+    """
+    further = int64(stride * int64(LATENT))
+    sums, second_sums = load_sums(partial_sums, place, int64(0)), load_sums(partial_sums, place, stride)
+    a, b, c, d = load_row(partials, start, step)
+    second = load_row(partials, int64(start + further), step)
+    state = fold_row((sums[0], sums[1], sums[2], a, b, c, d), second_sums, second)
+    last = int32(splits - int32(1))
+    for split in range(2, splits, 2):  # two at once, for the loads of both to be under way together
+        near, far = int64(split), int64(min(int32(int32(split) + int32(1)), last))
+        sums = load_sums(partial_sums, place, int64(near * stride))
+        sums_far = load_sums(partial_sums, place, int64(far * stride))
+        added = load_row(partials, int64(start + near * further), step)
+        added_far = load_row(partials, int64(start + far * further), step)
         state = fold_row(state, sums, added)
         if far != near:
             state = fold_row(state, sums_far, added_far)
     maximum, total, rounded, a, b, c, d = state
     factor = fold_normaliser(rounded)
-    start = int64(row * int64(LATENT) + int64(uint32(lane << uint32(2))))
     # One branch a row: most of a merge's time is that of code that runs for the first time.
     if form == FLOAT32:
-        store_floats(out, start, a, b, c, d, factor)
+        store_floats(out, out_start, out_step, a, b, c, d, factor)
     elif form == BFLOAT16:
-        store_bfloat16(out, start, a, b, c, d, factor)
+        store_bfloat16(out, out_start, out_step, a, b, c, d, factor)
     else:
-        store_float16(out, start, a, b, c, d, factor)
-    if lane == uint32(0):
+        store_float16(out, out_start, out_step, a, b, c, d, factor)
+    if writes_lse:
         store_flat(lse, row, natural_log_sum(maximum, total))
 
 
-def make_merge(starts_early: bool, name: str) -> Any:
-    """Make the kernel: one that starts early waits for the kernel before it touches memory."""
-
-    def merge_kernel(  # type: ignore[no-untyped-def]
-        max_splits,  # int32
-        height,  # int32: rows of a part
-        partials,  # float32 [rows, LATENT]
-        partial_sums,  # float32 [rows, 4]
-        first_rows,  # int64 [parts]
-        num_rest,  # int32 [1]
-        out,  # uint64: address of the output, [B, N, H, LATENT]
-        lse,  # float32 [B, N, H]
-        form,  # int32: of the output
-    ):
-        if starts_early:
-            await_kernel_before()
-        lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
-        warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
-        index = uint32(uint32(cuda.blockIdx.x) * uint32(ROWS) + warp)
-        part = uint32(index // uint32(height))
-        in_part = int64(uint32(index - part * uint32(height)))
-        place = int64(int64(part) * int64(max_splits) * int64(height) + in_part)
-        # Of a part that nothing was left of, this is any number. Both loads are under way together.
-        splits = int32(load_flat(partial_sums, int64(4) * place + int64(3)))
-        if (int32(part) < num_rest[0]) & (splits > 1):
-            row = int64(first_rows[part] + in_part)
-            merge_row(partials, partial_sums, place, int64(height), splits, out, lse, row, form, lane)
-
-    merge_kernel.__name__ = merge_kernel.__qualname__ = name
-    return merge_kernel
+def merge_splits_kernel(  # type: ignore[no-untyped-def]
+    max_splits,  # int32
+    height,  # int32: rows of a part
+    partials,  # float32 [rows, LATENT]
+    partial_sums,  # float32 [rows, 4]
+    first_rows,  # int64 [parts]
+    num_rest,  # int32 [1]
+    out,  # uint64: address of the output, [B, N, H, LATENT]
+    lse,  # float32 [B, N, H]
+    form,  # int32: of the output
+):
+    lane = uint32(uint32(cuda.threadIdx.x) & uint32(31))
+    warp = uint32(uint32(cuda.threadIdx.x) >> uint32(5))
+    index = uint32(uint32(cuda.blockIdx.x) * uint32(ROWS) + warp)
+    part = uint32(index // uint32(height))
+    in_part = int64(uint32(index - part * uint32(height)))
+    place = int64(int64(part) * int64(max_splits) * int64(height) + in_part)
+    # Of a part that nothing was left of, this is any number. Both loads are under way together.
+    splits = int32(load_flat(partial_sums, int64(4) * place + int64(3)))
+    if (int32(part) < num_rest[0]) & (splits > 1):
+        row = int64(first_rows[part] + in_part)
+        column = int64(uint32(lane << uint32(2)))
+        merge_row(
+            partials, partial_sums, place, int64(height), splits,
+            int64(place * int64(LATENT) + column), int64(128),
+            out, int64(row * int64(LATENT) + column), int64(128),
+            lse, row, lane == uint32(0), form,
+        )  # fmt: skip
 
 
 SIGNATURE = (
     "void(int32, int32, float32[:, ::1], float32[:, ::1], int64[::1], int32[::1], uint64, "
     "float32[:, :, ::1], int32)"
 )
-MERGE_SPLITS = Kernel(make_merge(False, "merge_splits_kernel"), (SIGNATURE,), THREADS)
-MERGE_EARLY = Kernel(
-    make_merge(True, "merge_early_kernel"), (SIGNATURE,), THREADS, architecture="sm_90a", starts_early=True
-)
+MERGE_SPLITS = Kernel(merge_splits_kernel, (SIGNATURE,), THREADS)
 
 
 def launch_merge(

@@ -56,7 +56,7 @@ from numba_ddtree.tree_attention.key_blocks import (
     look_up,
 )
 from numba_ddtree.tree_attention.row_copies import CHUNKS, load_queries, load_row
-from numba_ddtree.tree_attention.shares import share_out, take_item
+from numba_ddtree.tree_attention.shares import first_requests, share_out, take_item
 from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
@@ -144,7 +144,8 @@ def make_attend(number: str) -> Any:
         s_addresses = addresses_at(base, ADDRESSES_AT)
         place = place_of_thread()
         is_first = place.group == uint32(0)
-        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys)
+        first = first_requests(tree, keys, max_keys)
+        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys, first)
         shared_out = whole, shared_length
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
             results.num_rest[0] = num_rest

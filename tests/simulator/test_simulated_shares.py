@@ -8,7 +8,14 @@ from numpy.typing import NDArray
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, int32
 from numba_ddtree.tree_attention.key_rows import Keys
-from numba_ddtree.tree_attention.shares import ALL_WHOLE, ITEM_BLOCKS, Share, share_out, take_item
+from numba_ddtree.tree_attention.shares import (
+    ALL_WHOLE,
+    ITEM_BLOCKS,
+    Share,
+    first_requests,
+    share_out,
+    take_item,
+)
 from numba_ddtree.tree_attention.split_items import Tree
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
@@ -28,7 +35,7 @@ def list_items(  # type: ignore[no-untyped-def]
     keys = Keys(zero, zero, zero, zero, zero, zero, int32(64), int32(1), pages, pages[:0], pages.shape[0])
     tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads)
     share = Share(int32(WORKERS), int32(rest_tiles), int32(length), int32(most))
-    whole, shared_length, rest = share_out(tree, keys, share, MOST)
+    whole, shared_length, rest = share_out(tree, keys, share, MOST, first_requests(tree, keys, MOST))
     if cuda.threadIdx.x == 0:
         shared[0], shared[1], shared[2] = whole, shared_length, rest
     whole = int32(whole * parts)
