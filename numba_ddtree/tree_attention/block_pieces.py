@@ -183,8 +183,8 @@ def make_attend(number: str) -> Any:
         s_addresses = addresses_at(base, ADDRESSES_AT)
         rotary_at = uint32(base + uint32(ROTARY_AT))
         weights_at = uint32(base + uint32(WEIGHTS_AT))
-        first = first_requests(tree, keys, max_keys)
-        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys, first)
+        requests = first_requests(tree, keys, max_keys)
+        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys, requests)
         shared_out = int32(whole * int32(PARTS)), shared_length
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
             results.num_rest[0] = int32(num_rest * int32(PARTS))

@@ -144,8 +144,8 @@ def make_attend(number: str) -> Any:
         s_addresses = addresses_at(base, ADDRESSES_AT)
         place = place_of_thread()
         is_first = place.group == uint32(0)
-        first = first_requests(tree, keys, max_keys)
-        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys, first)
+        requests = first_requests(tree, keys, max_keys)
+        whole, shared_length, num_rest = share_out(tree, keys, share, max_keys, requests)
         shared_out = whole, shared_length
         if cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
             results.num_rest[0] = num_rest
