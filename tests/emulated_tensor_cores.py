@@ -267,7 +267,8 @@ def kernel_modules() -> tuple[Any, Any]:
     import numba_ddtree.launch as launch
 
     launch.block_threads = lambda threads: threads
-    with emulated({"ptx": EMULATIONS["ptx"] | PTX, "tile": TILE}):
+    barriers = {"fresh_word": EMULATIONS["mbarriers"]["fresh_word"]}
+    with emulated({"mbarriers": barriers, "ptx": EMULATIONS["ptx"] | PTX, "tile": TILE}):
         from numba_ddtree import cuda_target as target
 
         KINDS.update({target.int32: np.int32, target.uint64: np.uint64, target.float32: np.float32})
