@@ -20,7 +20,7 @@ if not SIMULATED:
 
 GROUP_COLUMNS = 8
 GROUP_NUMBERS = TILE_ROWS * GROUP_COLUMNS
-PIECES = 64  # of a tile, a warp each: four rows and 128 columns
+PIECES = TILE_ROWS  # of a tile, a warp each: four rows, 128 columns; as many as rows, for `launch_merge`
 
 
 @device_routine

@@ -3,7 +3,9 @@
 The right warpgroup, which has the rows' sums, finds out what is to be done with each row, its outcome: folded
 into what the splits before came to, and written as it is to be, or to a slot of partial results. Then each
 warpgroup writes its half of the columns. They pass through shared memory, in the place of the warpgroup's
-own probabilities, which nobody reads any more, so that lanes write 16 bytes side by side.
+own probabilities, which nobody reads any more, so that lanes write 16 bytes side by side. Only where all rows
+are partial results, and none is folded, does nothing depend on outcomes: those are written before, from
+registers, to where `hopper_merge` finds them.
 """
 
 from __future__ import annotations

@@ -154,8 +154,9 @@ class SplitPlan:
     rest_tiles : int
         Tiles that have slots for partial results, `max_splits` each, if they are cut along their keys.
     partials : DeviceView
-        float32 [rows, 512], unnormalised outputs: `TILE_ROWS` rows a slot; after those of the rest, there is
-        a slot for each worker, if splits have a fixed length. Of one element where `max_splits` is 1.
+        float32 [rows, 512], unnormalised outputs: `TILE_ROWS` rows a slot, whose numbers the Hopper kernel
+        has in an order of its own (`hopper_merge`); after those of the rest, there is a slot for each worker,
+        if splits have a fixed length. Of one element where `max_splits` is 1.
     partial_sums : DeviceView
         float32 [rows, 4]: row maximum, in base 2, two sums (see `split_fold`), and, of a part's first split,
         how many splits the row has; of one element where `max_splits` is 1.
