@@ -25,7 +25,7 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     sequences_alone,
 )
 
-from numba_ddtree.tree_attention import hopper_loads, hopper_merge, hopper_state, path_blocks  # noqa: E402
+from numba_ddtree.tree_attention import hopper_items, hopper_merge, hopper_state, path_blocks  # noqa: E402
 
 MAP_BYTES = 128
 FIRST_MAP = 4096
@@ -58,7 +58,7 @@ def be_late() -> None:
 
     And let loaders begin only when two items may have been told.
     """
-    describe_shared, describe_paths = hopper_loads.describe_shared, hopper_loads.describe_paths
+    describe_shared, describe_paths = hopper_items.describe_shared, hopper_items.describe_paths
     load_keys = hopper.load_keys
     state = hopper_state
     words = (
@@ -67,14 +67,14 @@ def be_late() -> None:
 
     def describe_shared_and_spoil(base: Any, place: Any, *given: Any) -> Any:
         shared = describe_shared(base, place, *given)
-        if options.is_late and local.thread == hopper_loads.SCHEDULER:
+        if options.is_late and local.thread == hopper_items.SCHEDULER:
             item = np.uint32(base + 4 * state.ITEMS + place * 4 * state.ITEM_WORDS)
             for word in words:
                 state.set_word(item, word, -1)
             seen = np.uint32(base + 4 * state.SEEN + place * 4 * hopper.TILE_ROWS)
             for row in range(hopper.TILE_ROWS):
                 state.set_word(seen, row, -1)
-        hopper_loads.cuda.syncwarp()
+        hopper_items.cuda.syncwarp()
         return shared
 
     def describe_paths_late(*given: Any) -> Any:
@@ -87,7 +87,7 @@ def be_late() -> None:
             time.sleep(2)
         load_keys(*given)
 
-    hopper_loads.describe_shared, hopper_loads.describe_paths = describe_shared_and_spoil, describe_paths_late
+    hopper_items.describe_shared, hopper_items.describe_paths = describe_shared_and_spoil, describe_paths_late
     hopper.load_keys = load_keys_late
 
 

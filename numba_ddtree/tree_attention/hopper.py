@@ -1,8 +1,8 @@
 """Tree attention on Hopper: `wgmma`, tensor copies, and warps that each have a role.
 
 A block of threads takes one item after another: 64 query rows, nodes times heads of one request, against
-one split of their keys, in pairs of blocks of 64. Four warps produce (`hopper_loads`), and two warpgroups
-consume:
+one split of their keys, in pairs of blocks of 64. Four warps produce (`hopper_items`, `hopper_loads`), and
+two warpgroups consume:
 
 * the left one scores the first block of a pair and has columns 0 to 255 of the outputs,
 * the right one scores the second block and has columns 256 to 511, and the rows' sums.
@@ -34,7 +34,8 @@ from numba_ddtree.devices import multiprocessors
 from numba_ddtree.errors import BackendError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
-from numba_ddtree.tree_attention.hopper_loads import is_scheduler, load_keys, load_queries, schedule
+from numba_ddtree.tree_attention.hopper_items import is_scheduler, schedule
+from numba_ddtree.tree_attention.hopper_loads import load_keys, load_queries
 from numba_ddtree.tree_attention.hopper_merge import MERGE_EARLY
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
 from numba_ddtree.tree_attention.hopper_scores import (
@@ -571,7 +572,7 @@ def make_kernel(number: str, name: str) -> Any:
         cuda.syncthreads()
         if warp >= uint32(8):
             lower_registers()
-            if warp >= uint32(10):
+            if warp >= uint32(10):  # one finds items, and the other goes ahead of it
                 schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_rest)
                 if not is_scheduler():
                     load_queries(s_words, q_nope, nope_stride)
