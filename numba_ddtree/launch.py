@@ -152,14 +152,14 @@ class PreparedLaunch:
         threads: int,
         arguments: Sequence[Any],
         shared_bytes: int,
-        starts_early: bool = False,
+        is_cooperative: bool = False,
     ) -> None:
         self.name = name
         self.device_id = loaded.device_id
         self.arguments = list(arguments)
         self._loaded = loaded
         self._grid = blocks, 1, 1, threads, 1, 1, shared_bytes
-        self._starts_early = starts_early
+        self._is_cooperative = is_cooperative
         slots = len(loaded.slot_offsets)
         self._words = np.empty(2 * slots, np.uint64)  # the arguments' slots, then the address of each
         loaded.layout.pack_into(self._words.data, 0, *(slot for a in arguments for slot in _slots(a)))
@@ -177,8 +177,10 @@ class PreparedLaunch:
             return
         handle = stream if type(stream) is int else stream_handle(stream, NO_LIBRARY)
         function, parameters = self._loaded.function, self._parameters
-        if self._starts_early:
-            (fault,) = driver.cuLaunchKernelEx(_early_launch(self._grid, handle), function, parameters, 0)
+        if self._is_cooperative:
+            (fault,) = driver.cuLaunchKernelEx(
+                _cooperative_launch(self._grid, handle), function, parameters, 0
+            )
         else:
             (fault,) = driver.cuLaunchKernel(function, *self._grid, _driver_stream(handle), parameters, 0)
         if fault:
@@ -305,10 +307,9 @@ class Kernel:
         Blocks that registers are to leave room for on one multiprocessor.
     architecture : str, optional
         The only one that has the kernel's instructions, such as ``"sm_90a"``.
-    starts_early : bool
-        Whether a launch may begin before the kernel ahead of it on the stream has ended, once that one lets
-        it (programmatic dependent launch, compute capability 9.0 and newer). Every thread of the kernel then
-        has to wait, by `ptx.await_kernel_before`, before it reads or writes what others do.
+    is_cooperative : bool
+        Whether blocks of a launch wait for each other, as by `grid_meeting.meet_all_blocks`. All of them
+        then run at once, or the driver refuses the launch.
     """
 
     def __init__(
@@ -318,11 +319,11 @@ class Kernel:
         threads: int,
         blocks_per_processor: int = 1,
         architecture: str | None = None,
-        starts_early: bool = False,
+        is_cooperative: bool = False,
     ) -> None:
         self.function = function
         self.architecture = architecture
-        self.starts_early = starts_early
+        self.is_cooperative = is_cooperative
         self.signatures = signatures
         self.threads = threads
         self.launch_bounds = threads, blocks_per_processor
@@ -354,7 +355,7 @@ class Kernel:
         if shared_bytes > loaded.shared_limit:
             loaded.raise_shared_limit(self.name, shared_bytes)
         return PreparedLaunch(
-            self.name, loaded, blocks, self.threads, arguments, shared_bytes, self.starts_early
+            self.name, loaded, blocks, self.threads, arguments, shared_bytes, self.is_cooperative
         )
 
     def load(self, device_id: int, kinds: tuple[Kind, ...]) -> LoadedKernel:
@@ -441,11 +442,11 @@ def _driver_stream(handle: int) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _early_launch(grid: tuple[int, ...], handle: int) -> Any:
-    """Return the driver's configuration of a launch that may start early; never changed, for all threads."""
+def _cooperative_launch(grid: tuple[int, ...], handle: int) -> Any:
+    """Return the driver's configuration of a cooperative launch; never changed, for all threads."""
     attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    attribute.value.cooperative = 1
     made = driver.CUlaunchConfig()
     made.gridDimX, made.gridDimY, made.gridDimZ = grid[:3]
     made.blockDimX, made.blockDimY, made.blockDimZ, made.sharedMemBytes = grid[3:]

@@ -33,7 +33,7 @@ class Case:
     slots: int
     heads: int
     page_size: int | None = None
-    split_blocks: int = 64
+    split_blocks: int = 64  # 0: as the kernel chooses
     workers: int = 1
     counts: list[int] | None = None
     is_float32: bool = False
@@ -100,6 +100,9 @@ def paged(case: Case, rows: NDArray[Any], rng: np.random.Generator) -> tuple[NDA
     return cache, table, each
 
 
+MOST_SPLITS = 8
+
+
 @dataclass
 class Partials:
     """Memory for partial results, poisoned, and where splits have been left unmerged."""
@@ -115,7 +118,8 @@ class Partials:
     @classmethod
     def make(cls, case: Case) -> Partials:
         tiles = len(case.prefixes) * -(-case.slots * case.heads // 64)
-        max_splits = -(-(max(case.prefixes) + case.slots) // (64 * case.split_blocks))
+        blocks = -(-(max(case.prefixes) + case.slots) // 64)
+        max_splits = -(-blocks // case.split_blocks) if case.split_blocks else MOST_SPLITS
         rest_tiles = min(tiles, case.rest_tiles)
         rows = 64 * (max_splits * rest_tiles + case.workers)
         return cls(

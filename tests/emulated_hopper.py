@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import numpy as np
-from emulated_warpgroups import MAPS, hopper_module, local, options, run_block
+from emulated_warpgroups import MAPS, SHARED_BASE, hopper_module, local, options, run_block
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
@@ -25,7 +25,14 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     sequences_alone,
 )
 
-from numba_ddtree.tree_attention import hopper_items, hopper_merge, hopper_state, path_blocks  # noqa: E402
+from numba_ddtree.tree_attention import (  # noqa: E402
+    bands,
+    hopper_items,
+    hopper_merge,
+    hopper_scores,
+    hopper_state,
+    path_blocks,
+)
 
 MAP_BYTES = 128
 FIRST_MAP = 4096
@@ -49,8 +56,34 @@ CASES = {
     "folded in float32": Case([130], 5, 24, split_blocks=1, is_float32=True, rest_tiles=0),
     "tail": Case([100], 9, 16, page_size=16, split_blocks=1, sees_prefix=False),
     "negative scale": Case([70], 3, 64, scale=-SCALE),
+    "bands": Case([700], 3, 64, page_size=64, split_blocks=0, workers=4),
+    "bands of paths": Case([300, 60], 11, 16, page_size=64, split_blocks=0, workers=7, counts=[11, 8]),
+    "late bands": Case([500], 5, 24, split_blocks=0, workers=3, is_late=True, is_float32=True),
+    "bands side by side": Case([400, 300], 2, 64, page_size=64, split_blocks=0, workers=5),
     "rising": Case([500], 5, 24, page_size=64, split_blocks=5, workers=2, bits=1.5),
 }
+
+
+class Merges:
+    """What blocks do after they have met, kept until all have come there."""
+
+    def __init__(self) -> None:
+        self.merge_rest = hopper.merge_rest
+        hopper.merge_rest = self.keep
+
+    def keep(self, *arguments: Any) -> None:
+        """Keep a block's number of tiles that are left, and its arguments: the same of all blocks."""
+        self.rest = hopper_state.word_at(SHARED_BASE, hopper_state.REST)
+        self.arguments = arguments
+
+    def run(self) -> None:
+        """Merge what a block is to, by a thread."""
+        hopper_state.set_word(SHARED_BASE, hopper_state.REST, self.rest)
+        hopper_items.cuda.syncthreads()
+        self.merge_rest(*self.arguments)
+
+
+MERGES = Merges()
 
 
 def be_late() -> None:
@@ -92,7 +125,7 @@ def be_late() -> None:
 
 
 def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Run the kernel's blocks one after the other, and merge splits; outputs in float32."""
+    """Run the kernel's blocks one after the other, and what they do after their meeting; in float32."""
     options.is_late = case.is_late
     cache, table, each = paged(case, given.rows, rng)
     ckv, kpe = np.ascontiguousarray(cache[..., :512]), np.ascontiguousarray(cache[..., 512:])
@@ -111,20 +144,17 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
         given.tree.ancestor_bits, given.tree.num_nodes, np.array(case.prefixes, np.int32),
         i32(slots), i32(heads), i32(case.workers), i32(partials.rest_tiles), i32(case.split_blocks),
         i32(partials.max_splits), i32(MAX_KEYS), u64(FIRST_MAP), i32(len(table) == 0 or page_size % 64 == 0),
-        i32(case.sees_prefix), np.float32(case.scale * math.log2(math.e)),
-        partials.numbers, partials.sums, partials.first_rows, partials.num_rest,
+        i32(case.split_blocks == 0), i32(case.sees_prefix), np.float32(case.scale * math.log2(math.e)),
+        partials.numbers, partials.sums, partials.first_rows,
         u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
     )  # fmt: skip
     options.threads = 384
     kernel = hopper.make_kernel("bf16", "kernel")
     for index in rng.permutation(case.workers).tolist():
         run_block(kernel, index, arguments)
-    options.threads = hopper_merge.THREADS
-    for index in range(int(partials.num_rest[0]) * hopper_merge.PIECES * 32 // hopper_merge.THREADS):
-        run_block(hopper_merge.merge_early_kernel, index, (
-            i32(partials.max_splits), i32(64), partials.numbers, partials.sums, partials.first_rows,
-            partials.num_rest, u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
-        ))  # fmt: skip
+    options.threads = 32 * hopper_merge.WARPS
+    for index in range(case.workers):
+        run_block(MERGES.run, index, ())
     return out.astype(np.float32), lse
 
 
@@ -162,9 +192,52 @@ def check_packing(rng: np.random.Generator) -> None:
                 assert path_blocks.visible_columns(block, common, own, -1, count, int(seen[node]), 0) == 0
 
 
+def check_nodes_of_rows() -> None:
+    """Check nodes of the first and last rows that each has, with reciprocals that are off by an ulp."""
+    changed: Any = hopper_scores
+    for toward in (0, 1, np.inf):
+        changed.quick_reciprocal = lambda value, toward=toward: np.nextafter(
+            np.float32(1) / np.float32(value), np.float32(toward)
+        )
+        for heads in range(1, 129):
+            nodes = np.unique(np.geomspace(1, 1025 + 64, 200).astype(int))
+            for node in (0, *nodes):
+                for row in (node * heads, node * heads + heads - 1):
+                    assert hopper_scores.node_of_row(np.uint32(row), np.int32(heads)) == node
+
+
+class Bands:
+    """Lets bands cost nothing beside splits in cases that are to have them, and go side by side in one."""
+
+    def __init__(self, name: str) -> None:
+        self.sides: set[int] = set()
+        self.find_in_band = bands.find_in_band
+        self.wanted: set[int] = set()
+        changed: Any = bands
+        changed.ITEM_BLOCKS, changed.MERGED_SLOTS, changed.L2_BLOCKS = 4, 24, 220
+        changed = hopper_items
+        changed.find_in_band = self.find
+        if "bands" in name:
+            self.wanted = {2 if "side" in name else 1}
+            changed = bands
+            changed.ITEM_BLOCKS, changed.MERGED_SLOTS = 0, 10**9
+            changed.L2_BLOCKS = 0 if "side" in name else 220
+
+    def find(self, *given: Any) -> Any:
+        if hopper_items.is_scheduler():
+            self.sides.add(int(given[7]))
+        return self.find_in_band(*given)
+
+    def check(self) -> None:
+        """Check that there were bands where they are wanted, and only there."""
+        assert self.sides == self.wanted, self.sides
+        hopper_items.find_in_band = self.find_in_band
+
+
 def main(names: list[str]) -> None:
     be_late()
     for name in names:
+        looked_for = Bands(name)
         rng = np.random.default_rng(len(name))
         if name == "packing":
             check_packing(rng)
@@ -172,8 +245,11 @@ def main(names: list[str]) -> None:
             check_alone(Case([100], 9, 16, page_size=16, workers=2), rng)
             check_alone(Case([60], 6, 12, page_size=64, split_blocks=1, workers=2), rng)
             check_alone(Case([180], 6, 12, page_size=64, workers=2, bits=0.5), rng)
+        elif name == "nodes of rows":
+            check_nodes_of_rows()
         else:
             check_case(CASES[name], rng)
+        looked_for.check()
         print(name, "is right", flush=True)
 
 

@@ -549,8 +549,6 @@ EMULATIONS: dict[str, dict[str, Any]] = {
     },
     "ptx": {
         "fresh_thread": lambda: np.uint32(local.thread),
-        "let_next_kernel_begin": nothing,
-        "await_kernel_before": nothing,
         "shared_address_of": lambda array: BASE,
         "store_shared_word": lambda address, word: store(address, word, np.uint32),
         "copy_async": copy_async,
@@ -563,6 +561,7 @@ EMULATIONS: dict[str, dict[str, Any]] = {
         "multiply_add": lambda a, b, c: FLOAT(np.float64(a) * np.float64(b) + np.float64(c)),
         "larger_of": lambda left, right: FLOAT(np.fmax(left, right)),
     },
+    "grid_meeting": {"meet_all_blocks": nothing},
     "tensor_copies": {"acquire_map": nothing, "copy_box": copy_box},
     "tile": {
         "unit_address": unit_address,

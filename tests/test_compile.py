@@ -14,12 +14,11 @@ import pytest
 
 import numba_ddtree
 from numba_ddtree.launch import Kernel
-from numba_ddtree.tree_attention.hopper_merge import MERGE_EARLY
-from numba_ddtree.tree_attention.split_merge import MERGE_SPLITS
 
 if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
     pytest.skip("Numba's simulator compiles nothing", allow_module_level=True)
 
+MEETING = "atom.acq_rel.gpu"
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0, "a"), "sm_100": (10, 0), "sm_120": (12, 0)}
 MAIN_ARCHITECTURE = "sm_90a"  # the one for which every signature is compiled
 
@@ -126,18 +125,9 @@ def test_kernel_compiles_without_spills(name: str, architecture: str, index: int
     assert "wgmma" not in log, "ptxas warns that it serialised wgmma"
 
 
-MEMORY = r"(?:ld|st|red|atom)\.(?!param|local)|cp\.async|prefetch"
-
-
-def test_the_merge_that_starts_early_touches_memory_only_when_it_has_waited() -> None:
-    text = compile_for(MERGE_EARLY, MERGE_EARLY.signatures[0], "sm_90a", "ptx")
-    before, found, after = text.partition("griddepcontrol.wait")
-    assert found
-    assert not re.search(MEMORY, before[before.index(".entry") :])
-    assert "bra" not in before
-    assert re.search(MEMORY, after)
-
-
-def test_only_the_merge_may_start_before_others_have_ended() -> None:
-    assert [name for name, kernel in KERNELS.items() if kernel.starts_early] == ["merge_early_kernel"]
-    assert "griddepcontrol" not in compile_for(MERGE_SPLITS, MERGE_SPLITS.signatures[0], "sm_90a", "ptx")
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_blocks_meet_only_where_launches_are_cooperative(name: str) -> None:
+    kernel = KERNELS[name]
+    architecture = kernel.architecture or MAIN_ARCHITECTURE
+    text = compile_for(kernel, kernel.signatures[0], architecture, "ptx")
+    assert (MEETING in text) == kernel.is_cooperative == name.startswith("hopper_")

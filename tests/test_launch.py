@@ -42,7 +42,7 @@ class Driver:
     def __init__(self, slots: int, fault: int = 0) -> None:
         self.slots, self.fault = slots, fault
         self.calls: list[tuple[Any, ...]] = []
-        self.early: list[Any] = []  # configurations of the launches that have attributes
+        self.with_attributes: list[Any] = []  # configurations of the launches that have attributes
         self.memory: list[bytes] = []
 
     def CUstream(self, handle: int) -> int:  # noqa: N802
@@ -60,7 +60,7 @@ class Driver:
     ) -> tuple[int]:
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         block = config.blockDimX, config.blockDimY, config.blockDimZ
-        self.early.append(config)
+        self.with_attributes.append(config)
         call = [function, *grid, *block, config.sharedMemBytes, int(config.hStream)]
         return self.note(call, parameters, extra)
 
@@ -81,11 +81,11 @@ def loaded(arguments: list[Any]) -> LoadedKernel:
     return LoadedKernel.of(SimpleNamespace(handle=99), 0, [launch._kind(a) for a in arguments])
 
 
-def prepared(arguments: list[Any], blocks: int = 7, starts_early: bool = False) -> PreparedLaunch:
-    return PreparedLaunch("kernel", loaded(arguments), blocks, 128, arguments, 4096, starts_early)
+def prepared(arguments: list[Any], blocks: int = 7, is_cooperative: bool = False) -> PreparedLaunch:
+    return PreparedLaunch("kernel", loaded(arguments), blocks, 128, arguments, 4096, is_cooperative)
 
 
-EARLY = cuda_driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+COOPERATIVE = cuda_driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 SCALARS = [
     (np.bool_(True), b"\x01"),
     (np.int32(-5), struct.pack("<i", -5)),
@@ -107,7 +107,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def forget() -> None:
         launch._driver_stream.cache_clear()
-        launch._early_launch.cache_clear()
+        launch._cooperative_launch.cache_clear()
 
     yield install
     forget()
@@ -160,27 +160,27 @@ def test_arguments_of_another_kind_are_refused(place: int, argument: Any) -> Non
         given.replace(place, argument)
 
 
-@pytest.mark.parametrize("starts_early", [False, True])
-def test_no_blocks_are_no_launch(driver: Any, starts_early: bool) -> None:
-    given = prepared([np.int32(1)], blocks=0, starts_early=starts_early)
+@pytest.mark.parametrize("is_cooperative", [False, True])
+def test_no_blocks_are_no_launch(driver: Any, is_cooperative: bool) -> None:
+    given = prepared([np.int32(1)], blocks=0, is_cooperative=is_cooperative)
     fake = driver(1)
     given.launch(0)
     assert fake.calls == []
 
 
-def test_a_launch_may_start_early(driver: Any) -> None:
+def test_a_launch_may_be_cooperative(driver: Any) -> None:
     arguments = [np.int32(-5), view((4,), np.float32)]
-    early, other = prepared(arguments, starts_early=True), prepared(arguments)
+    cooperative, other = prepared(arguments, is_cooperative=True), prepared(arguments)
     fake = driver(8)
     for stream in (55, 66, 55, 0):
-        early.launch(stream)
+        cooperative.launch(stream)
         other.launch(stream)
-    for config in fake.early:
+    for config in fake.with_attributes:
         (attribute,) = config.attrs
         assert config.numAttrs == 1
-        assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed) == (EARLY, 1)
+        assert (attribute.id, attribute.value.cooperative) == (COOPERATIVE, 1)
     # Of several threads each has a stream of its own: what one was told stays as it was.
-    assert [int(config.hStream) for config in fake.early] == [55, 66, 55, Driver.CU_STREAM_LEGACY]
+    assert [int(config.hStream) for config in fake.with_attributes] == [55, 66, 55, Driver.CU_STREAM_LEGACY]
     functions = [call[0] for call in fake.calls]
     assert [int(each) for each in functions] == [99] * 8
     grids = [call[1:] for call in fake.calls]
@@ -191,19 +191,21 @@ def test_a_launch_may_start_early(driver: Any) -> None:
 
 
 @pytest.mark.skipif(SIMULATED, reason="the simulator prepares no launches")
-@pytest.mark.parametrize("starts_early", [False, True])
-def test_kernels_say_whether_they_start_early(monkeypatch: pytest.MonkeyPatch, starts_early: bool) -> None:
+@pytest.mark.parametrize("is_cooperative", [False, True])
+def test_kernels_say_whether_they_are_cooperative(
+    monkeypatch: pytest.MonkeyPatch, is_cooperative: bool
+) -> None:
     arguments = [np.int32(1)]
-    kernel = launch.Kernel(lambda number: None, (), 32, starts_early=starts_early)
+    kernel = launch.Kernel(lambda number: None, (), 32, is_cooperative=is_cooperative)
     monkeypatch.setattr(launch, "_current_device", lambda: 0)
     monkeypatch.setattr(kernel, "load", lambda *_: loaded(arguments))
     made: Any = kernel.prepare(7, *arguments)
-    assert made._starts_early == starts_early
+    assert made._is_cooperative == is_cooperative
 
 
-@pytest.mark.parametrize("starts_early", [False, True])
-def test_a_refused_launch_is_an_error(driver: Any, starts_early: bool) -> None:
-    given = prepared([np.int32(1)], starts_early=starts_early)
+@pytest.mark.parametrize("is_cooperative", [False, True])
+def test_a_refused_launch_is_an_error(driver: Any, is_cooperative: bool) -> None:
+    given = prepared([np.int32(1)], is_cooperative=is_cooperative)
     driver(1, fault=700)
     with pytest.raises(BackendError, match="kernel: the launch was refused: 700"):
         given.launch(0)
@@ -445,63 +447,72 @@ def test_a_sequence_runs_on_every_kind_of_stream(rng: np.random.Generator, form:
     np.testing.assert_array_equal(library.get(tree.parents), want.parents)
 
 
-def early_launches(source: Any, results: list[Any]) -> LaunchSequence:
-    """Three kernels, each of what the one before wrote: a slow one, one that starts early, and another."""
-    from numba_ddtree.cuda_target import cuda, int32
-    from numba_ddtree.device.ptx import await_kernel_before, let_next_kernel_begin
+def meeting_kernel() -> launch.Kernel:
+    """Make a kernel whose blocks tell each other numbers, so often, and add up those of the next four."""
+    from numba_ddtree.cuda_target import cuda, int32, uint32
+    from numba_ddtree.device.grid_meeting import meet_all_blocks
 
-    def copy_late(given, copied):  # type: ignore[no-untyped-def]
-        let_next_kernel_begin()
-        for _ in range(100):
-            cuda.nanosleep(10_000)
-        place = cuda.grid(1)
-        copied[place] = given[place]
+    def tell(told, sums, rounds):  # type: ignore[no-untyped-def]
+        block, blocks = int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
+        for turn in range(rounds):
+            if block == turn % blocks:
+                cuda.nanosleep(100_000)  # for the others to wait
+            if cuda.threadIdx.x == 0:
+                told[block] = int32(block * int32(1000) + turn)
+                meet_all_blocks(uint32(blocks))
+            cuda.syncthreads()
+            if cuda.threadIdx.x < 4:
+                other = int32((block + 1 + cuda.threadIdx.x) % blocks)
+                cuda.atomic.add(sums, block, told[other])
+            cuda.syncthreads()
+            if cuda.threadIdx.x == 0:
+                meet_all_blocks(uint32(blocks))  # before what was told is written again
+            cuda.syncthreads()
 
-    def double(given, doubled):  # type: ignore[no-untyped-def]
-        await_kernel_before()
-        place = cuda.grid(1)
-        doubled[place] = int32(2) * given[place]
-
-    def advance(given, advanced):  # type: ignore[no-untyped-def]
-        place = cuda.grid(1)
-        advanced[place] = given[place] + int32(1)
-
-    sequence = LaunchSequence()
-    arrays = [device_view("array", each) for each in (source, *results)]
-    for index, function in enumerate((copy_late, double, advance)):
-        kernel = launch.Kernel(function, (), 128, starts_early=function is double)
-        sequence.launches.append(kernel.prepare(4, arrays[index], arrays[index + 1]))
-    return sequence
+    return launch.Kernel(tell, (), 128, is_cooperative=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_an_early_launch_sees_what_the_one_before_wrote(rng: np.random.Generator, is_captured: bool) -> None:
+def test_blocks_that_meet_see_what_the_others_wrote(is_captured: bool) -> None:
     from cuda.core import Device
 
     from numba_ddtree.cuda_target import cuda
+    from numba_ddtree.devices import multiprocessors
 
     device = Device()
     device.set_current()
     if tuple(device.compute_capability) < (9, 0):
-        pytest.skip("launches start early from compute capability 9.0 on")
-    source = cuda.to_device(np.zeros(512, np.int32))
-    results = [cuda.to_device(np.full(512, -1, np.int32)) for _ in range(3)]
-    sequence = early_launches(source, results)
-    stream, run = device.create_stream(), sequence.launch
-    if is_captured:
-        builder = stream.create_graph_builder().begin_building()
-        sequence.launch(stream)
-        run = builder.end_building().complete().launch
-    for _ in range(3):
-        numbers = rng.integers(0, 1000, 512).astype(np.int32)
-        source.copy_to_device(numbers)
+        pytest.skip("only the kernel for compute capability 9.0 has blocks that meet")
+    kernel = meeting_kernel()
+    for blocks, rounds in ((multiprocessors(), 5), (1, 2), (7, 4), (multiprocessors(), 2)):
+        told, sums = (cuda.to_device(np.zeros(blocks, np.int32)) for _ in range(2))
         await_copies()
-        for _ in range(2):  # the second finds its memory in use by the first
-            run(stream)
+        sequence = LaunchSequence()
+        arrays = [device_view("array", each) for each in (told, sums)]
+        sequence.launches.append(kernel.prepare(blocks, *arrays, np.int32(rounds)))
+        stream, run = device.create_stream(), sequence.launch
+        if is_captured:
+            builder = stream.create_graph_builder().begin_building()
+            sequence.launch(stream)
+            run = builder.end_building().complete().launch
+        run(stream)
+        run(stream)
         stream.sync()
-        np.testing.assert_array_equal(results[1].copy_to_host(), 2 * numbers)
-        np.testing.assert_array_equal(results[2].copy_to_host(), 2 * numbers + 1)
+        others = (np.arange(blocks)[:, None] + 1 + np.arange(4)) % blocks
+        want = 2 * sum((others * 1000 + turn).sum(1) for turn in range(rounds))
+        np.testing.assert_array_equal(sums.copy_to_host(), want)
+
+
+@pytest.mark.gpu
+def test_more_blocks_than_run_at_once_cannot_meet() -> None:
+    from numba_ddtree.cuda_target import cuda
+    from numba_ddtree.devices import multiprocessors
+
+    arrays = [device_view("array", cuda.to_device(np.zeros(1, np.int32))) for _ in range(2)]
+    prepared_launch = meeting_kernel().prepare(64 * multiprocessors(), *arrays, np.int32(1))
+    with pytest.raises(BackendError, match=r"tell: the launch was refused: .*COOPERATIVE_LAUNCH_TOO_LARGE"):
+        prepared_launch.launch(None)
 
 
 @pytest.mark.gpu

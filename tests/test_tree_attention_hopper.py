@@ -26,6 +26,11 @@ CASES = (
     "folded in float32",
     "tail",
     "negative scale",
+    "bands",
+    "bands of paths",
+    "late bands",
+    "bands side by side",
+    "nodes of rows",
     "rising",
     "alone",
 )

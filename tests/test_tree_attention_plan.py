@@ -32,7 +32,6 @@ from numba_ddtree.tree_attention import (
     tensor_maps,
     whole_blocks,
 )
-from numba_ddtree.tree_attention.hopper_merge import MERGE_EARLY
 from numba_ddtree.tree_attention.split_merge import MERGE_SPLITS
 from numba_ddtree.tree_attention.splits import default_split_keys, split_sizes, whole_range
 from numba_ddtree.tree_attention.work import MAX_WORKERS
@@ -216,7 +215,6 @@ def test_launches_are_of_signatures_that_are_compiled(
     module = whole_blocks if limit >= whole_blocks.SHARED_BYTES else block_pieces
     attend = module.KERNELS[np.dtype(dtype).name]
     assert {kernel for kernel, *_ in launched} == {attend, MERGE_SPLITS}
-    assert not any(kernel.starts_early for kernel, *_ in launched)
     for kernel, blocks, given in launched:
         assert 0 < blocks < 2**31
         assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))], kernel.name
@@ -241,13 +239,12 @@ def test_the_hopper_kernel_is_launched_by_its_signature(
     numba_ddtree.verify_attention(
         **arguments(paging, dtype), out_dtype=out_dtype, kernel="hopper", max_prefix_length=P
     )
-    assert [kernel for kernel, *_ in launched] == [hopper.KERNELS[np.dtype(dtype).name], MERGE_EARLY]
-    assert [kernel.starts_early for kernel, *_ in launched] == [False, True]
-    for kernel, blocks, given in launched:
-        assert 0 < blocks < 2**31
-        assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))], kernel.name
-    maps, in_boxes, sees_prefix, scale = launched[0][2][25:29]
-    assert (maps, in_boxes, sees_prefix) == (MAPS, 1, 1)
+    ((kernel, blocks, given),) = launched
+    assert kernel is hopper.KERNELS[np.dtype(dtype).name]
+    assert blocks == 132
+    assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))]
+    maps, in_boxes, bands, sees_prefix, scale = given[25:30]
+    assert (maps, in_boxes, bands, sees_prefix) == (MAPS, 1, 0, 1)
     assert scale == np.float32(0.1 * np.log2(np.e))
 
 

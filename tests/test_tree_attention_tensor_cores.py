@@ -273,6 +273,23 @@ def test_splits_and_slots_of_any_number_agree(
         assert_accurate(inputs, *compute(library, inputs, kernel=kernel, split_keys=split_keys))
 
 
+@pytest.mark.parametrize(("batch", "longest"), [(8, 5000), (3, 5000), (1, 8000)])
+def test_a_rest_that_fills_half_a_device(
+    rng: np.random.Generator, library: Library, kernel: str, batch: int, longest: int
+) -> None:
+    """Where splits leave many multiprocessors idle, so that the Hopper kernel cuts the rest into bands."""
+    from numba_ddtree.devices import multiprocessors
+
+    nodes = max(1, int(0.55 * multiprocessors()) // batch)
+    prefixes = (longest - rng.integers(0, 200, batch)).tolist()
+    inputs = make_inputs(rng, prefixes, N=nodes, H=64, page_size=64)
+    options: dict[str, Any] = {"kernel": kernel, "split_keys": "fastest", "is_planned": True}
+    got = compute(library, inputs, **options)
+    assert_accurate(inputs, *got)
+    for again, first in zip(compute(library, inputs, **options), got, strict=True):
+        assert same_bits(again[..., None], first[..., None]).all()
+
+
 @pytest.mark.parametrize(("batch", "N", "H"), [(3, 65, 64), (40, 4, 64), (5, 33, 96), (140, 1, 20)])
 def test_whole_tiles_that_are_folded_equal_decoding_alone(
     rng: np.random.Generator, library: Library, kernel: str, batch: int, N: int, H: int
@@ -369,6 +386,27 @@ def test_copies_of_host_arrays_live_until_they_are_read(
         inputs, options = random_inputs(rng, 3)
         results = compute(numpy_library(), inputs, kernel=kernel, is_planned=is_planned, **options)
         assert_accurate(inputs, *results)
+
+
+def test_runs_on_two_streams_at_once(rng: np.random.Generator, library: Library, kernel: str) -> None:
+    """Of either dtype, in splits that are merged: none waits for blocks that wait for it."""
+    torch = pytest.importorskip("torch")
+    runs = []
+    for dtype in (bfloat16, bfloat16, np.float16):
+        inputs = make_inputs(rng, [3000, 1000], N=9, H=64, page_size=64, dtype=dtype)
+        given = arguments_of(library, inputs)
+        plan = TreeAttention.plan(
+            2, 9, 64, max_prefix_length=3000, page_size=64, split_keys="fastest", kernel=kernel, dtype=dtype
+        )
+        outputs = [library.get(each) for each in plan.run(**given)]
+        assert_accurate(inputs, *outputs)
+        runs.append((plan, given, torch.cuda.Stream(), outputs))
+    for _ in range(20):
+        results = [(plan.run(**given, stream=stream), want) for plan, given, stream, want in runs]
+        torch.cuda.synchronize()
+        for outputs, expected in results:
+            for each, array in zip(map(library.get, outputs), expected, strict=True):
+                assert same_bits(each[..., None], array[..., None]).all()
 
 
 @pytest.mark.parametrize("form", ["torch", "handle", "current"])

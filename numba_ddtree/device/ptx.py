@@ -137,22 +137,6 @@ if not SIMULATED:
         return _effect("bar.arrive $0, $1;", "r,r", types.uint32, types.uint32)
 
     @intrinsic
-    def let_next_kernel_begin(typing_context: Any) -> Any:
-        """Let a next launch that may start early begin: ``griddepcontrol.launch_dependents``.
-
-        It begins when all blocks have said so, or have ended. Compute capability 9.0 and newer.
-        """
-        return _effect("griddepcontrol.launch_dependents;", "")
-
-    @intrinsic
-    def await_kernel_before(typing_context: Any) -> Any:
-        """Wait until the kernel before has ended and its writes are seen: ``griddepcontrol.wait``.
-
-        For launches that may start early; compute capability 9.0 and newer.
-        """
-        return _effect("griddepcontrol.wait;", "")
-
-    @intrinsic
     def store_shared_word(typing_context: Any, shared: Any, word: Any) -> Any:
         """Write a word (uint32) at an address of shared memory: ``st.shared.b32``."""
         return _effect("st.shared.b32 [$0], $1;", "r,r", types.uint32, types.uint32)

@@ -287,7 +287,7 @@ def settle_rows(place, rows, item, length, state, first, slot_row, is_folded, re
     if within < uint32(rows):
         splits = int32(0)
         if int32(within) < item.rows:
-            splits = splits_of(state.seen[within], length)
+            splits = splits_of(state.seen[within], length, int32(0))
         kept, added, factor, to_do = settle_row(
             int64(first + int64(within)),
             int64(slot_row + int64(within)),

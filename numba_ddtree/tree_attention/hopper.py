@@ -34,9 +34,15 @@ from numba_ddtree.devices import multiprocessors
 from numba_ddtree.errors import BackendError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
+from numba_ddtree.tree_attention.bands import may_have_bands
 from numba_ddtree.tree_attention.hopper_items import is_scheduler, schedule
-from numba_ddtree.tree_attention.hopper_loads import load_keys, load_queries
-from numba_ddtree.tree_attention.hopper_merge import MERGE_EARLY
+from numba_ddtree.tree_attention.hopper_loads import (
+    CONSUMING_WARPS,
+    load_first_queries,
+    load_keys,
+    load_queries,
+)
+from numba_ddtree.tree_attention.hopper_merge import merge_rest
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
 from numba_ddtree.tree_attention.hopper_scores import (
     factor_of,
@@ -85,17 +91,17 @@ from numba_ddtree.tree_attention.hopper_state import (
     set_pair,
     word_at,
 )
-from numba_ddtree.tree_attention.kernel_arguments import input_arguments, result_arguments, scale_argument
+from numba_ddtree.tree_attention.kernel_arguments import input_arguments, scale_argument
 from numba_ddtree.tree_attention.key_rows import (
     KEY_SIGNATURE,
     Keys,
 )
+from numba_ddtree.tree_attention.outputs import output_form
 from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arguments
 from numba_ddtree.tree_attention.split_items import (
     TREE_SIGNATURE,
     Tree,
 )
-from numba_ddtree.tree_attention.split_merge import launch_merge
 from numba_ddtree.tree_attention.tensor_maps import key_maps, takes_boxes
 from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
@@ -114,7 +120,7 @@ if not SIMULATED:
         wait_for,
         wait_for_copies_if,
     )
-    from numba_ddtree.device.ptx import let_next_kernel_begin, product_of, shared_address_of
+    from numba_ddtree.device.ptx import product_of, shared_address_of
     from numba_ddtree.device.tile import row_sums, scale_rows, unit_address
     from numba_ddtree.device.wgmma import (
         close_products,
@@ -288,7 +294,7 @@ def make_kernel(number: str, name: str) -> Any:
 
     @device_routine
     def attend_left(  # type: ignore[no-untyped-def]
-        s_words, q_pe, pe_stride, heads, sees_prefix, scale, partials, out, form,
+        s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials, out, form,
     ):  # fmt: skip
         """Score the first block of each pair, and keep the left half of the outputs."""
         left_scale = scale if scale > float32(0) else float32(1)
@@ -299,6 +305,7 @@ def make_kernel(number: str, name: str) -> Any:
         if word_at(item, REQUEST) < 0:
             return
         announce_p1_free()
+        load_first_queries(base, item, q_nope, nope_stride)
         rotary = rotary_words(item, q_pe, pe_stride)
         is_wanted = True
         while is_wanted:
@@ -388,7 +395,7 @@ def make_kernel(number: str, name: str) -> Any:
 
     @device_routine
     def attend_right(  # type: ignore[no-untyped-def]
-        s_words, q_pe, pe_stride, heads, sees_prefix, scale, partials,
+        s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials,
         partial_sums, out, lse, form,
     ):  # fmt: skip
         """Score the second block of each pair, and keep the right half of the outputs and the rows' sums."""
@@ -400,6 +407,7 @@ def make_kernel(number: str, name: str) -> Any:
         if word_at(item, REQUEST) < 0:
             return
         announce_p0_free()
+        load_first_queries(base, item, q_nope, nope_stride)
         rotary = rotary_words(item, q_pe, pe_stride)
         is_wanted = True
         while is_wanted:
@@ -531,12 +539,12 @@ def make_kernel(number: str, name: str) -> Any:
         max_keys,  # int32
         maps,  # uint64: address of the tensor maps of latent and rotary rows
         in_boxes,  # int32: whether there are maps
+        bands,  # int32: whether the rest may be cut into bands
         sees_prefix,  # int32: whether nodes see the prefix
         scale,  # float32: of the scores, to base 2
         partials,  # float32 [rows, LATENT]
         partial_sums,  # float32 [rows, 4]
         first_rows,  # int64 [parts]
-        num_rest,  # int32 [1]
         out,  # uint64: address of the output, [B, N, H, LATENT]
         lse,  # float32 [B, N, H]
         form,  # int32: of the output
@@ -551,16 +559,13 @@ def make_kernel(number: str, name: str) -> Any:
         barriers = uint32(shared_address_of(s_words) + uint32(STATE_AT))
         thread = uint32(cuda.threadIdx.x)
         warp = uint32(thread >> uint32(5))
-        if max_splits > int32(1) and rest_tiles > int32(0):
-            # The merge is next, and waits for this kernel's end. Where there is none, others' kernels may be.
-            let_next_kernel_begin()
         if thread == uint32(0):
-            start_barrier(uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(32))
+            start_barrier(uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(32 * CONSUMING_WARPS))
             start_barrier(uint32(barriers + uint32(8 * QUERIES_FREE)), uint32(8))
             for place in range(uint32(18)):
                 start_barrier(uint32(barriers + uint32(8) * (uint32(KEYS_FULL) + uint32(place))), uint32(1))
             for place in range(uint32(2)):
-                start_barrier(uint32(barriers + uint32(8) * (uint32(GATHERED) + uint32(place))), uint32(32))
+                start_barrier(uint32(barriers + uint32(8) * (uint32(GATHERED) + uint32(place))), uint32(64))
                 start_barrier(uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(place))), uint32(1))
                 start_barrier(
                     uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + uint32(place))), uint32(1)
@@ -573,7 +578,10 @@ def make_kernel(number: str, name: str) -> Any:
         if warp >= uint32(8):
             lower_registers()
             if warp >= uint32(10):  # one finds items, and the other goes ahead of it
-                schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_rest)
+                if bands != 0:
+                    schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, True)
+                else:
+                    schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, False)
                 if not is_scheduler():
                     load_queries(s_words, q_nope, nope_stride)
                     fill_unused_rows(tree, keys, max_keys, out, lse, form, cuda.blockIdx.x, workers)
@@ -585,14 +593,15 @@ def make_kernel(number: str, name: str) -> Any:
             raise_registers()
             if warp < uint32(4):
                 attend_left(
-                    s_words, q_pe, pe_stride, heads, sees_prefix, scale, partials,
+                    s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials,
                     out, form,
                 )  # fmt: skip
             else:
                 attend_right(
-                    s_words, q_pe, pe_stride, heads, sees_prefix, scale, partials,
+                    s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials,
                     partial_sums, out, lse, form,
                 )  # fmt: skip
+            merge_rest(s_words, workers, max_splits, partials, partial_sums, first_rows, out, lse, form)
 
     hopper_kernel.__name__ = hopper_kernel.__qualname__ = name
     return hopper_kernel
@@ -600,20 +609,28 @@ def make_kernel(number: str, name: str) -> Any:
 
 SIGNATURE = (
     f"void(uint64, int64, uint64, int64, {KEY_SIGNATURE}, {TREE_SIGNATURE}, {SHARE_SIGNATURE}, int32, "
-    "uint64, int32, int32, float32, float32[:, ::1], float32[:, ::1], int64[::1], int32[::1], uint64, "
+    "uint64, int32, int32, int32, float32, float32[:, ::1], float32[:, ::1], int64[::1], uint64, "
     "float32[:, :, ::1], int32)"
 )
 ATTEND_BFLOAT16 = Kernel(
-    make_kernel("bf16", "hopper_bfloat16_kernel"), (SIGNATURE,), THREADS, architecture=ARCHITECTURE
+    make_kernel("bf16", "hopper_bfloat16_kernel"),
+    (SIGNATURE,),
+    THREADS,
+    architecture=ARCHITECTURE,
+    is_cooperative=True,
 )
 ATTEND_FLOAT16 = Kernel(
-    make_kernel("f16", "hopper_float16_kernel"), (SIGNATURE,), THREADS, architecture=ARCHITECTURE
+    make_kernel("f16", "hopper_float16_kernel"),
+    (SIGNATURE,),
+    THREADS,
+    architecture=ARCHITECTURE,
+    is_cooperative=True,
 )
 KERNELS = {"bfloat16": ATTEND_BFLOAT16, "float16": ATTEND_FLOAT16}
 
 
 def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
-    """Launch the kernel, and the merge of what it leaves unmerged."""
+    """Launch the kernel, which also merges what splits have come to."""
     share = share_arguments(splits, multiprocessors())
     in_boxes = takes_boxes(work.keys)
     maps = key_maps(work, int(cuda.get_current_device().id)) if in_boxes else 0
@@ -623,9 +640,14 @@ def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
         *input_arguments(work, splits, share),
         np.uint64(maps),
         np.int32(in_boxes),
+        may_have_bands(splits, work.tiles, int(share.workers)),
         np.int32(work.sees_prefix),
         scale_argument(work),
-        *result_arguments(work, splits),
+        splits.partials,
+        splits.partial_sums,
+        splits.first_rows,
+        work.out.address,
+        work.lse,
+        output_form(work),
         shared_bytes=SHARED_BYTES,
     )
-    launch_merge(transfer, work, splits, int(share.workers), 1, MERGE_EARLY)

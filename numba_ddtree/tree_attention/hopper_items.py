@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
 from numba_ddtree.device.warp import warp_max
+from numba_ddtree.tree_attention.bands import find_in_band, share_out_in_bands
 from numba_ddtree.tree_attention.hopper_state import (
     FAULT,
     FIRST_NODE,
@@ -20,21 +21,25 @@ from numba_ddtree.tree_attention.hopper_state import (
     LONGEST,
     MIXED,
     NODES,
+    OFFSET,
     OUTPUT_KIND,
     PLAIN,
     PREFIX,
     REQUEST,
+    REST,
     ROW_HIGH,
     ROW_LOW,
     ROWS,
     SEEN,
     SHARED,
     SHARED_BEGIN,
+    SIDE,
     SLOT_ROW,
     SPLIT,
     STATE_AT,
     STREAM,
     set_word,
+    word_at,
 )
 from numba_ddtree.tree_attention.key_rows import path_length
 from numba_ddtree.tree_attention.path_blocks import group_shape, nodes_of
@@ -45,7 +50,7 @@ from numba_ddtree.tree_attention.shares import (
     share_out,
     splits_of_whole,
 )
-from numba_ddtree.tree_attention.split_items import prefix_of, splits_of
+from numba_ddtree.tree_attention.split_items import prefix_of, range_of_split, splits_of
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
 if not SIMULATED:
@@ -63,7 +68,7 @@ SCHEDULER = 320  # first thread of the warp that finds items
 
 @device_routine
 def describe_shared(  # type: ignore[no-untyped-def]
-    base, place, tree, request, tile, split, length, slot, is_folded, sees_prefix
+    base, place, tree, request, tile, split, length, offset, slot, is_folded, sees_prefix
 ):  # fmt: skip
     """Write what an item is to place 0 or 1, but for what its paths decide; by a warp.
 
@@ -79,10 +84,10 @@ def describe_shared(  # type: ignore[no-untyped-def]
     first_row = int32(tile * int32(TILE_ROWS))
     rows = int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)
     rows = int32(min(int32(TILE_ROWS), rows))
-    begin = int32(split * length)
+    begin, split_end = range_of_split(split, length, offset)
     path_begin = int32(uint32(prefix) // uint32(KEY_BLOCK))
     # The longest row reaches the prefix's end, whatever its path.
-    end = int32(min(int64(path_begin), int64(begin) + int64(length)))
+    end = int32(min(path_begin, split_end))
     shared = int32(max(int32(0), int32(end - begin))) if sees_prefix != 0 else int32(0)
     if is_writer:
         set_word(item, SPLIT, split)
@@ -93,6 +98,7 @@ def describe_shared(  # type: ignore[no-untyped-def]
         set_word(item, SHARED, shared)
         set_word(item, FAULT, 0)
         set_word(item, LENGTH, length)
+        set_word(item, OFFSET, offset)
         request_rows = int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
         row_64 = int64(int64(request) * request_rows + int64(first_row))
         set_word(item, ROW_LOW, int32(row_64 & int64(0xFFFFFFFF)))
@@ -103,7 +109,9 @@ def describe_shared(  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def describe_paths(base, place, tree, request, tile, split, length, shared, is_folded):  # type: ignore[no-untyped-def]
+def describe_paths(  # type: ignore[no-untyped-def]
+    base, place, tree, request, tile, split, length, offset, shared, is_folded
+):  # fmt: skip
     """Write what an item's paths decide, by a warp; return its number (int32) of blocks."""
     lane = fresh_lane()
     item = uint32(base + uint32(4 * ITEMS) + place * uint32(4 * ITEM_WORDS))
@@ -123,11 +131,11 @@ def describe_paths(base, place, tree, request, tile, split, length, shared, is_f
         set_word(seen, row, keys_seen)
         longest = uint32(max(longest, uint32(keys_seen)))
     longest, shortest = warp_max(longest), uint32(~warp_max(uint32(~shortest)))
-    begin = int32(split * length)
+    begin, split_end = range_of_split(split, length, offset)
     end = int32(uint32(longest + uint32(KEY_BLOCK - 1)) // uint32(KEY_BLOCK))
-    end = int32(min(int64(end), int64(begin) + int64(length)))
-    splits, kind = splits_of(longest, length), int32(MIXED)
-    if splits_of(shortest, length) == splits:
+    end = int32(min(end, split_end))
+    splits, kind = splits_of(longest, length, offset), int32(MIXED)
+    if splits_of(shortest, length, offset) == splits:
         if splits == 1:
             kind = int32(PLAIN)
         elif is_folded == 0 or split == 0:
@@ -163,43 +171,61 @@ def is_scheduler():  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_rest):  # type: ignore[no-untyped-def]
+def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, has_bands):  # type: ignore[no-untyped-def]
     """Find this block's items one after the other, and describe them for the other warps.
 
     To get instructions that come for the first time takes longer than to carry them out. So a second warp
     goes ahead: it takes the first request to have a tile, without looking, finds that, and returns, having
-    written nothing. What it has come through is then at hand for the scheduler.
+    written nothing. What it has come through is then at hand for the scheduler. Where there can be no bands,
+    `has_bands`, a constant, keeps their code out of the way.
     """
     first = int32(fresh_lane() == uint32(0)), int32(1)
     if is_scheduler():
         first = first_requests(tree, keys, max_keys)
-    whole, shared_length, rest = share_out(tree, keys, share, max_keys, first)
-    if cuda.blockIdx.x == 0 and fresh_thread() == uint32(SCHEDULER):
-        num_rest[0] = rest
+    side = int32(1)
+    if has_bands:
+        whole, shared_length, rest, side = share_out_in_bands(tree, keys, share, max_keys, first)
+    else:
+        whole, shared_length, rest = share_out(tree, keys, share, max_keys, first)
+    if is_scheduler():
+        set_word(fresh_shared_address_of(s_words), REST, rest)
+        set_word(fresh_shared_address_of(s_words), SIDE, side)
+        cuda.syncwarp()
     index = int32(cuda.blockIdx.x) if is_scheduler() else int32(0)
     number = uint32(0)
     request = int32(0)
     while request >= 0:
         length = fresh_word(shared_length)
-        request, tile, split, slot = find_item(tree, keys, share, max_keys, 1, whole, length, index, first)
-        end, is_folded = int32(split + int32(1)), int32(0)
-        if request >= 0 and index < whole:
+        offset = int32(0)
+        if has_bands and length < 0 and index >= whole:
+            length = int32(-length)
+            request, tile, split, slot, offset, index = find_in_band(
+                tree, keys, share, max_keys, first, whole, length,
+                word_at(fresh_shared_address_of(s_words), SIDE), index,
+            )  # fmt: skip
+        else:
+            request, tile, split, slot = find_item(
+                tree, keys, share, max_keys, 1, whole, length, index, first
+            )
+            index = int32(index + share.workers)
+        end = int32(split + int32(1))
+        if request >= 0 and slot < 0:
             end, length = splits_of_whole(tree, share, request)
-            slot, is_folded = fold_slot(share, 1), int32(1)
+            slot = fold_slot(share, 1)
         elif request >= 0 and split == 0 and fresh_thread() == uint32(SCHEDULER):
             row = int64(request) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
             first_rows[uint32(slot) // uint32(share.max_splits)] = int64(row + int64(tile * int32(TILE_ROWS)))
-        index = int32(index + share.workers)
         while split < end:
             base = fresh_shared_address_of(s_words)
             place = uint32(number & uint32(1))
             at = uint32(base + uint32(STATE_AT) + place * uint32(8))
             parity = uint32(uint32(uint32(number >> uint32(1)) & uint32(1)) ^ uint32(1))
             wait_for(uint32(at + uint32(8 * ITEM_FREE)), parity)
+            is_folded = int32(slot >= int32(share.rest_tiles * share.max_splits))  # in a slot of the worker's
             # A split that no row of the tile reaches is no item, but the first one is there to be written.
             # One with shared blocks is an item for sure: keys and queries may come while paths are counted.
             shared = describe_shared(
-                base, place, tree, request, tile, split, length, slot, is_folded, sees_prefix
+                base, place, tree, request, tile, split, length, offset, slot, is_folded, sees_prefix
             )
             if not is_scheduler():
                 return
@@ -207,7 +233,9 @@ def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, num_
             if is_told:
                 tell(at, ITEM_FULL)
             if request >= 0:
-                blocks = describe_paths(base, place, tree, request, tile, split, length, shared, is_folded)
+                blocks = describe_paths(
+                    base, place, tree, request, tile, split, length, offset, shared, is_folded
+                )
             if blocks > 0:
                 if not is_told:
                     tell(at, ITEM_FULL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32, uint64
+from numba_ddtree.device.warp import warp_ballot
 from numba_ddtree.tree_attention.hopper_state import (
     BLOCK,
     BLOCK_BYTES,
@@ -69,47 +70,69 @@ if not SIMULATED:
         fresh_word,
         wait_for,
     )
-    from numba_ddtree.device.ptx import copy_async
+    from numba_ddtree.device.ptx import copy_async, fresh_thread
     from numba_ddtree.device.tensor_copies import acquire_map, copy_box
     from numba_ddtree.device.tile import unit_address
 
 REHEARSAL = -1
+CONSUMING_WARPS = 8
+
+
+@device_routine
+def load_query_rows(base, item, q_nope, nope_stride, start, steps):  # type: ignore[no-untyped-def]
+    """Begin to copy the latent part of an item's queries, four rows a step from `start` on, by a warp.
+
+    What comes after the item's last row becomes zeros.
+    """
+    lane = fresh_lane()
+    unit = uint32(lane & uint32(7))
+    rows, first = word_at(item, ROWS), first_query(item)
+    for step in range(fresh_word(int32(steps))):
+        row = uint32(start + uint32(lane >> uint32(3)) + uint32(step) * uint32(4))
+        size = uint32(16) if int32(row) < rows else uint32(0)
+        place = unit_address(uint32(base + uint32(QUERIES_AT)), row, unit)
+        inside = int64(first + int64(row)) if int32(row) < rows else int64(first)
+        source = uint64(q_nope + uint64(inside * nope_stride) + uint64(unit << uint32(4)))
+        for chunk in range(uint32(LATENT_CHUNKS)):
+            copy_async(
+                uint32(place + uint32(chunk) * uint32(CHUNK_BYTES)),
+                uint64(source + uint64(uint32(chunk) * uint32(128))),
+                size,
+            )
+
+
+@device_routine
+def load_first_queries(base, item, q_nope, nope_stride):  # type: ignore[no-untyped-def]
+    """Load the first item's queries, by the warps that consume: together they are sooner done than one."""
+    start = uint32(uint32(fresh_thread() >> uint32(5)) * uint32(TILE_ROWS // CONSUMING_WARPS))
+    load_query_rows(base, item, q_nope, nope_stride, start, TILE_ROWS // CONSUMING_WARPS // 4)
+    arrive_after_copies(uint32(base + uint32(STATE_AT + 8 * QUERIES_FULL)))
 
 
 @device_routine
 def load_queries(s_words, q_nope, nope_stride):  # type: ignore[no-untyped-def]
-    """Load the latent part of each item's queries, by a warp."""
+    """Load the latent part of the queries of all items but the first, by a warp."""
     base = fresh_shared_address_of(s_words)
     barriers = uint32(base + uint32(STATE_AT))
     number = uint32(0)
     lane = fresh_lane()
-    unit = uint32(lane & uint32(7))
     while True:
         slot = uint32(number & uint32(1))
         phase = uint32(uint32(number >> uint32(1)) & uint32(1))
         wait_for(uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + slot)), phase)
         item = uint32(base + uint32(4 * ITEMS) + slot * uint32(4 * ITEM_WORDS))
-        request, rows = word_at(item, REQUEST), word_at(item, ROWS)
-        if request < 0:
+        if word_at(item, REQUEST) < 0:
             return
-        first = first_query(item)
+        if number > uint32(0):
+            wait_for(
+                uint32(barriers + uint32(8 * QUERIES_FREE)), uint32(uint32(number & uint32(1)) ^ uint32(1))
+            )
+            load_query_rows(base, item, q_nope, nope_stride, uint32(0), TILE_ROWS // 4)
+            for _ in range(uint32(CONSUMING_WARPS)):  # as often as for the first item
+                arrive_after_copies(uint32(barriers + uint32(8 * QUERIES_FULL)))
         cuda.syncwarp()
         if lane == uint32(0):
             arrive(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + slot)))
-        wait_for(uint32(barriers + uint32(8 * QUERIES_FREE)), uint32(uint32(number & uint32(1)) ^ uint32(1)))
-        for step in range(fresh_word(int32(16))):
-            row = uint32(uint32(lane >> uint32(3)) + uint32(step) * uint32(4))
-            size = uint32(16) if int32(row) < rows else uint32(0)
-            place = unit_address(uint32(base + uint32(QUERIES_AT)), row, unit)
-            inside = int64(first + int64(row)) if int32(row) < rows else int64(first)
-            source = uint64(q_nope + uint64(inside * nope_stride) + uint64(unit << uint32(4)))
-            for chunk in range(uint32(LATENT_CHUNKS)):
-                copy_async(
-                    uint32(place + uint32(chunk) * uint32(CHUNK_BYTES)),
-                    uint64(source + uint64(uint32(chunk) * uint32(128))),
-                    size,
-                )
-        arrive_after_copies(uint32(barriers + uint32(8 * QUERIES_FULL)))
         number = uint32(number + uint32(1))
 
 
@@ -178,17 +201,28 @@ def addresses_of_key(keys, item, key):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def gather_rows(buffer, upper, lower):  # type: ignore[no-untyped-def]
-    """Begin to copy a block's rows, by a warp whose lanes have addresses of two: its own and 32 further."""
+def row_of_loader(which, lane):  # type: ignore[no-untyped-def]
+    """Row of a gathered block whose address a lane of warp 0 or 1 finds; of four rows each in turn."""
+    return uint32(
+        uint32(uint32(lane & uint32(~3)) << uint32(1)) + which * uint32(4) + uint32(lane & uint32(3))
+    )
+
+
+@device_routine
+def gather_half(buffer, which, latent, rotary, fills):  # type: ignore[no-untyped-def]
+    """Begin to copy half of a block's rows, by a warp whose lanes have an address each.
+
+    Rows that are `ABSENT` become zeros if `fills`, and else may stay what they are, four at a time.
+    """
     lane = fresh_lane()
     unit = uint32(lane & uint32(7))
-    for half in range(fresh_word(int32(2))):
-        latent, rotary = upper if half == 0 else lower
-        for step in range(fresh_word(int32(8))):
-            source = uint32(uint32(lane >> uint32(3)) + uint32(step) * uint32(4))
+    wanted = warp_ballot(fills or latent != ABSENT)
+    for step in range(fresh_word(int32(8))):
+        source = uint32(uint32(uint32(step) << uint32(2)) + uint32(lane >> uint32(3)))
+        if uint32(wanted >> uint32(uint32(step) << uint32(2))) & uint32(15) != uint32(0):
             row_latent = uint64(cuda.shfl_sync(0xFFFFFFFF, int64(latent), source))
             row_rotary = uint64(cuda.shfl_sync(0xFFFFFFFF, int64(rotary), source))
-            load_row(buffer, uint32(uint32(half) * uint32(32) + source), unit, row_latent, row_rotary)
+            load_row(buffer, row_of_loader(which, source), unit, row_latent, row_rotary)
 
 
 @device_routine
@@ -202,8 +236,51 @@ def copy_chunks(buffer, full, tensor_map, first, count, row, page):  # type: ign
 
 
 @device_routine
+def path_group(item, index, path_block):  # type: ignore[no-untyped-def]
+    """Return how the item's block number `index`, of a path block, is packed: see `path_blocks.group_shape`.
+
+    One after the last, which makes their number even, has no nodes.
+    """
+    common, own, count = group_shape(word_at(item, PREFIX), path_block, word_at(item, LONGEST))
+    return common, own, int32(count if index < word_at(item, STREAM) else int32(0))
+
+
+@device_routine
+def load_boxes(keys, item, index, page, maps, base, which, parity, is_leader):  # type: ignore[no-untyped-def]
+    """Load a shared block into the warp's own buffer by tensor copies, chunk by chunk as it is free."""
+    barriers = uint32(base + uint32(STATE_AT))
+    buffer = uint32(base + uint32(KEYS_AT) + which * uint32(BLOCK_BYTES))
+    full = uint32(barriers + uint32(8 * KEYS_FULL) + which * uint32(72))
+    free = uint32(barriers + uint32(8) * which)
+    row = int32(0)
+    if is_leader:
+        block = int32(word_at(item, SHARED_BEGIN) + int32(index))
+        row = int32(block * int32(KEY_BLOCK))
+        row = int32(row - int32(page_of_block(keys, block) * uint32(keys.page_size)))
+        if uint32(page) >= uint32(keys.num_pages):
+            set_word(item, FAULT, 1)
+            page = int32(0)
+    wait_for(uint32(free + uint32(8 * ROTARY_FREE)), parity)
+    if is_leader:
+        record = uint32(base + uint32(4 * RECORDS) + which * uint32(4 * RECORD_WORDS))
+        set_word(record, KIND, IN_BOXES)
+        arrive_and_expect(uint32(full + uint32(64)), uint32(CHUNK_BYTES))
+        last = uint32(buffer + uint32(LATENT_CHUNKS * CHUNK_BYTES))
+        copy_box(last, uint64(maps + uint64(128)), uint32(full + uint32(64)), int32(0), row, page)
+    wait_for(uint32(free + uint32(8 * LEFT_FREE)), parity)
+    if is_leader:
+        copy_chunks(buffer, full, maps, uint32(0), uint32(4), row, page)
+    wait_for(uint32(free + uint32(8 * RIGHT_FREE)), parity)
+    if is_leader:
+        copy_chunks(buffer, full, maps, uint32(4), uint32(4), row, page)
+
+
+@device_routine
 def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type: ignore[no-untyped-def]
-    """Load every other block of each item into a buffer, 0 or 1, by a warp of its own.
+    """Load each item's keys, by warp 0 or 1 of two.
+
+    By tensor copies a warp loads every other block, into a buffer of its own. Of a block whose rows are
+    gathered both load half, and the first one's addresses are found out ahead, while tensor copies come.
 
     While the first item is looked for the warp goes through an item of two shared blocks without copying
     anything, for its instructions to be at hand (see `schedule`).
@@ -212,10 +289,6 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
     barriers = uint32(base + uint32(STATE_AT))
     lane = fresh_lane()
     number, turn = uint32(fresh_word(int32(REHEARSAL if in_boxes != 0 else 0))), uint32(0)
-    buffer = uint32(base + uint32(KEYS_AT) + which * uint32(BLOCK_BYTES))
-    full = uint32(barriers + uint32(8 * KEYS_FULL) + which * uint32(72))
-    free = uint32(barriers + uint32(8) * which)
-    record = uint32(base + uint32(4 * RECORDS) + which * uint32(4 * RECORD_WORDS))
     if in_boxes != 0 and lane == uint32(0):
         acquire_map(maps)
         acquire_map(uint64(maps + uint64(128)))
@@ -226,6 +299,7 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
             wait_for(uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + slot)), phase)
         item = uint32(base + uint32(4 * ITEMS) + slot * uint32(4 * ITEM_WORDS))
         seen = uint32(base + uint32(4 * SEEN) + slot * uint32(4 * TILE_ROWS))
+        counted = uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + slot))
         request = word_at(item, REQUEST)
         shared, shared_begin = word_at(item, SHARED), word_at(item, SHARED_BEGIN)
         is_leader = lane == uint32(0)
@@ -236,22 +310,14 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
         pages, next_pages = int32(0), int32(0)
         if in_boxes != 0 and int32(lane) < shared and int32(number) != REHEARSAL:
             next_pages = page_and_row(keys, request, int32(shared_begin + int32(lane)))
-        # The path block that comes at `place`, and the first of the nodes that share it.
-        place, path_block, first = shared, int32(0), int32(0)
+        # The number of the block that is next to be gathered, and of its path block; the first of the nodes
+        # that share it, and how they do; and addresses of the lane's row.
+        gathered, path_block, first = int32(shared if in_boxes != 0 else 0), int32(0), int32(0)
+        common, own, count = int32(0), int32(0), int32(0)
+        latent, rotary = ABSENT, ABSENT
         # Whether blocks come after the shared ones is known when paths are counted.
-        blocks, index, is_counted = shared, int32(which), False
+        blocks, index, is_counted, is_found = shared, int32(which), False, False
         while True:
-            if int32(number) == REHEARSAL and index >= shared:
-                turn = uint32(0)
-                break
-            if not is_counted and index >= shared:
-                wait_for(uint32(barriers + uint32(8) * (uint32(ITEM_COUNTED) + slot)), phase)
-                is_counted, path_block = True, word_at(item, GATHER_BEGIN)
-                blocks = int32(uint32(word_at(item, STREAM) + int32(1)) & uint32(0xFFFFFFFE))
-                blocks = int32(max(int32(2), blocks))
-            if index >= blocks:
-                break
-            parity = uint32(uint32(turn & uint32(1)) ^ uint32(1))
             if in_boxes != 0 and index < shared:
                 if index & 31 == int32(which):
                     pages = next_pages
@@ -259,68 +325,62 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
                     if further < shared:
                         next_pages = page_and_row(keys, request, int32(shared_begin + further))
                 page = cuda.shfl_sync(0xFFFFFFFF, pages, index & 31)
-                row = int32(0)
-                if is_leader:
-                    block = int32(shared_begin + int32(index))
-                    row = int32(block * int32(KEY_BLOCK))
-                    row = int32(row - int32(page_of_block(keys, block) * uint32(keys.page_size)))
-                    if uint32(page) >= uint32(keys.num_pages):
-                        set_word(item, FAULT, 1)
-                        page = int32(0)
-                wait_for(uint32(free + uint32(8 * ROTARY_FREE)), parity)
-                if is_leader:
-                    set_word(record, KIND, IN_BOXES)
-                    arrive_and_expect(uint32(full + uint32(64)), uint32(CHUNK_BYTES))
-                    last = uint32(buffer + uint32(LATENT_CHUNKS * CHUNK_BYTES))
-                    copy_box(last, uint64(maps + uint64(128)), uint32(full + uint32(64)), int32(0), row, page)
-                wait_for(uint32(free + uint32(8 * LEFT_FREE)), parity)
-                if is_leader:
-                    copy_chunks(buffer, full, maps, uint32(0), uint32(4), row, page)
-                wait_for(uint32(free + uint32(8 * RIGHT_FREE)), parity)
-                if is_leader:
-                    copy_chunks(buffer, full, maps, uint32(4), uint32(4), row, page)
-            else:
+                parity = uint32(uint32(uint32(turn + uint32(index >> 1)) & uint32(1)) ^ uint32(1))
+                load_boxes(keys, item, index, page, maps, base, which, parity, is_leader)
+                index = int32(index + int32(2))
+                if int32(number) == REHEARSAL:
+                    break
+            if not is_counted and gathered >= shared:
+                wait_for(counted, phase)
+                is_counted, path_block = True, word_at(item, GATHER_BEGIN)
+                blocks = int32(uint32(word_at(item, STREAM) + int32(1)) & uint32(0xFFFFFFFE))
+                blocks = int32(max(int32(2), blocks))
+            if gathered < blocks and not is_found:
                 # Where the rows are is found out before their buffer is free.
-                kind, block = int32(IN_ROWS), int32(shared_begin + int32(index))
-                common, own, count = int32(0), int32(0), int32(0)
-                key = int32(block * int32(KEY_BLOCK) + int32(lane))
-                key_below = int32(key + int32(32))
-                if index >= shared:
-                    while place < min(int32(index), word_at(item, STREAM)):
-                        _, _, count = group_shape(word_at(item, PREFIX), path_block, word_at(item, LONGEST))
-                        place, first = int32(place + int32(1)), int32(first + count)
-                        if first >= word_at(item, NODES):
-                            first, path_block = int32(0), int32(path_block + int32(1))
-                    kind, block, count = int32(OF_PATHS), path_block, int32(0)
-                    if index < word_at(item, STREAM):
-                        common, own, count = group_shape(
-                            word_at(item, PREFIX), path_block, word_at(item, LONGEST)
-                        )
-                    key = key_of_slot(tree, item, seen, block, first, common, own, count, lane, sees_prefix)
-                    key_below = key_of_slot(
-                        tree, item, seen, block, first, common, own, count, uint32(lane + uint32(32)),
-                        sees_prefix,
-                    )  # fmt: skip
-                upper = addresses_of_key(keys, item, key)
-                lower = addresses_of_key(keys, item, key_below)
-                wait_for(uint32(free + uint32(8 * ROTARY_FREE)), parity)
-                wait_for(uint32(free + uint32(8 * LEFT_FREE)), parity)
-                wait_for(uint32(free + uint32(8 * RIGHT_FREE)), parity)
-                if is_leader:
-                    set_word(record, KIND, kind)
-                    set_word(record, BLOCK, block)
-                    set_word(record, FIRST, first)
-                    set_word(record, COMMON, common)
-                    set_word(record, OWN, own)
-                    set_word(record, COUNT, count)
-                gather_rows(buffer, upper, lower)
-                if is_leader:
-                    for chunk in range(uint32(LATENT_CHUNKS + 1)):
-                        arrive(uint32(full + uint32(8) * uint32(chunk)))
-                arrive_after_copies(uint32(barriers + uint32(8) * (uint32(GATHERED) + which)))
-            turn = uint32(turn + uint32(1))
-            index = int32(index + int32(2))
+                is_found = True
+                row = row_of_loader(which, lane)
+                key = int32(int32(shared_begin + gathered) * int32(KEY_BLOCK) + int32(row))
+                if gathered >= shared:
+                    common, own, count = path_group(item, gathered, path_block)
+                    key = key_of_slot(
+                        tree, item, seen, path_block, first, common, own, count, row, sees_prefix
+                    )
+                latent, rotary = addresses_of_key(keys, item, key)
+            if in_boxes != 0 and index < shared:
+                continue
+            if gathered >= blocks:
+                break
+            buffer = uint32(uint32(gathered) & uint32(1))
+            free = uint32(barriers + uint32(8) * buffer)
+            parity = uint32(uint32(uint32(turn + uint32(gathered >> 1)) & uint32(1)) ^ uint32(1))
+            wait_for(uint32(free + uint32(8 * ROTARY_FREE)), parity)
+            wait_for(uint32(free + uint32(8 * LEFT_FREE)), parity)
+            wait_for(uint32(free + uint32(8 * RIGHT_FREE)), parity)
+            is_teller = is_leader and buffer == which
+            if is_teller:
+                record = uint32(base + uint32(4 * RECORDS) + buffer * uint32(4 * RECORD_WORDS))
+                set_word(record, KIND, int32(OF_PATHS) if gathered >= shared else int32(IN_ROWS))
+                set_word(record, BLOCK, path_block)
+                set_word(record, FIRST, first)
+                set_word(record, COMMON, common)
+                set_word(record, OWN, own)
+                set_word(record, COUNT, count)
+            # What no row sees is multiplied by 0, and may be whatever the item has had there before.
+            at = uint32(base + uint32(KEYS_AT) + buffer * uint32(BLOCK_BYTES))
+            gather_half(at, which, latent, rotary, gathered < 2)
+            if is_teller:
+                full = uint32(barriers + uint32(8 * KEYS_FULL) + buffer * uint32(72))
+                for chunk in range(uint32(LATENT_CHUNKS + 1)):
+                    arrive(uint32(full + uint32(8) * uint32(chunk)))
+            arrive_after_copies(uint32(barriers + uint32(8) * (uint32(GATHERED) + buffer)))
+            if gathered >= shared:
+                first = int32(first + count)
+                if first >= word_at(item, NODES):
+                    first, path_block = int32(0), int32(path_block + int32(1))
+            gathered, is_found = int32(gathered + int32(1)), False
         cuda.syncwarp()
         if is_leader:
             arrive(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + slot)))
+        if int32(number) != REHEARSAL:
+            turn = uint32(turn + uint32(blocks >> 1))
         number = uint32(number + uint32(1))

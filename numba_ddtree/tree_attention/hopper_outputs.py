@@ -21,6 +21,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     IS_FOLDED,
     KEPT,
     LENGTH,
+    OFFSET,
     OUTCOME_WORDS,
     OUTCOMES,
     OUTPUT_KIND,
@@ -75,7 +76,7 @@ def share_outcome(base, item, seen, row, maximum, total, rounded, partial_sums, 
     """Settle a row, and write its outcome to shared memory; by a thread."""
     splits = int32(0)
     if int32(row) < word_at(item, ROWS):
-        splits = splits_of(word_at(seen, row), word_at(item, LENGTH))
+        splits = splits_of(word_at(seen, row), word_at(item, LENGTH), word_at(item, OFFSET))
     kept, added, factor, to_do = settle_row(
         int64(first_query(item) + int64(row)),
         int64(word_at(item, SLOT_ROW) + int32(row)),

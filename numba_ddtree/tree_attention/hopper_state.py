@@ -40,11 +40,14 @@ ITEM_WORDS = 20
 SEEN = ITEMS + 2 * ITEM_WORDS  # keys that each of an item's rows sees
 RECORDS = SEEN + 2 * TILE_ROWS  # of the block in each buffer
 RECORD_WORDS = 8
-SHARED_BYTES = 4 * (RECORDS + 2 * RECORD_WORDS)
+REST = RECORDS + 2 * RECORD_WORDS  # tiles that are cut along their keys, once items are told
+SIDE = REST + 1  # tiles that go side by side, for the warp that finds items (see `bands`)
+SHARED_BYTES = 4 * (SIDE + 1)
 
 # Words of an item: the shared blocks, `SHARED` from `SHARED_BEGIN` on, come first of `STREAM` in all, then
-# those with path keys; the longest row sees `LONGEST` keys, and a split has `LENGTH` blocks. Partial results
-# go to rows from `SLOT_ROW` on, where an item that `IS_FOLDED` finds what the splits before have come to.
+# those with path keys; the longest row sees `LONGEST` keys, and a split has `LENGTH` blocks, of which the
+# first lacks `OFFSET` (see `bands`). Partial results go to rows from `SLOT_ROW` on, where an item that
+# `IS_FOLDED` finds what the splits before have come to.
 # What paths decide is there only with `ITEM_COUNTED`: `STREAM`, `LONGEST`, `GATHER_BEGIN`, `OUTPUT_KIND`,
 # `FIRST_NODE`, `NODES`, and the keys of `SEEN`.
 (
@@ -67,7 +70,8 @@ SHARED_BYTES = 4 * (RECORDS + 2 * RECORD_WORDS)
     ROW_HIGH,
     FIRST_NODE,
     NODES,
-) = range(19)
+    OFFSET,
+) = range(20)
 MIXED, PLAIN, IN_SLOT = range(3)  # OUTPUT_KIND: whether all rows are written the same way
 # Words of a row's outcome: weights of what was before, and of what this item adds; what the sum is multiplied
 # by; and what is to be done with it, in bits.

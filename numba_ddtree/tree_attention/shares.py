@@ -90,9 +90,15 @@ def share_out(tree: Any, keys: Any, share: Any, max_keys: Any, first: Any) -> An
     All three are int32, and `first` are the `first_requests`. The rest is taken whole, too, where its splits
     would not end earlier, or where it has no slots.
     """
-    length = share.split_blocks
     if share.max_splits == 1:
-        return int32(ALL_WHOLE), int32(length), int32(0)
+        return int32(ALL_WHOLE), int32(share.split_blocks), int32(0)
+    whole, length, rest, _, _ = cut_rest(share, count_work(tree, keys, max_keys, first))
+    return whole, length, rest
+
+
+@device_routine
+def count_work(tree: Any, keys: Any, max_keys: Any, first: Any) -> Any:
+    """Tiles, blocks of all of them (int32), the longest request's and most `gathered_more` (uint32)."""
     batch = int32(tree.num_nodes.shape[0])
     lane = int32(cuda.threadIdx.x & 31)
     total, in_all, longest, more = int32(0), int32(0), uint32(1), uint32(0)
@@ -109,14 +115,25 @@ def share_out(tree: Any, keys: Any, share: Any, max_keys: Any, first: Any) -> An
             own_more = gathered_more(tree, int32(start + lane), blocks)
         more = uint32(max(more, warp_max(uint32(own_more))))
         start = int32(start + int32(LANES))
+    return total, in_all, longest, more
+
+
+@device_routine
+def cut_rest(share: Any, work: Any) -> Any:
+    """Return what `share_out` does, of what `count_work` has, and the rest's time and tiles (uint32).
+
+    Time is in blocks' worth. Tiles of the rest are counted whether it is cut into splits or not.
+    """
+    total, in_all, longest, more = work
     workers = uint32(share.workers)
     rest = uint32(uint32(total) - uint32(total) // workers * workers)
+    time_as_whole = uint32(uint32(longest + more) + uint32(ITEM_BLOCKS))
     if rest == uint32(0) or rest > uint32(share.rest_tiles):
-        return int32(ALL_WHOLE), int32(length), int32(0)
+        return int32(ALL_WHOLE), int32(share.split_blocks), int32(0), time_as_whole, rest
     length, time = best_length(share, rest, longest, quotient(in_all, total), more)
-    if time >= uint32(uint32(longest + more) + uint32(ITEM_BLOCKS)):
-        return int32(ALL_WHOLE), int32(share.split_blocks), int32(0)
-    return int32(total - int32(rest)), int32(length), int32(rest)
+    if time >= time_as_whole:
+        return int32(ALL_WHOLE), int32(share.split_blocks), int32(0), time_as_whole, rest
+    return int32(total - int32(rest)), int32(length), int32(rest), time, rest
 
 
 @device_routine

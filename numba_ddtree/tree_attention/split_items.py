@@ -58,10 +58,21 @@ def tiles_in_use(tree: Any, keys: Any, request: Any, max_keys: Any) -> Any:
 
 
 @device_routine
-def splits_of(keys_seen: Any, split_blocks: Any) -> Any:
-    """Count the splits (int32) of a row that sees so many keys; there is at least one."""
+def splits_of(keys_seen: Any, split_blocks: Any, offset: Any) -> Any:
+    """Count the splits (int32) of a row that sees so many keys; there is at least one.
+
+    The first has `offset` blocks less than the others; see `bands`.
+    """
     blocks = uint32(uint32(max(keys_seen, 1)) + uint32(KEY_BLOCK - 1)) // uint32(KEY_BLOCK)
+    blocks = uint32(blocks + uint32(offset))
     return int32(uint32(blocks + uint32(split_blocks) - uint32(1)) // uint32(split_blocks))
+
+
+@device_routine
+def range_of_split(split: Any, split_blocks: Any, offset: Any) -> Any:
+    """First block of a split, and the one after its last (int32), if the key range goes on."""
+    begin = int32(split * split_blocks - offset)
+    return int32(max(int32(0), begin)), int32(begin + split_blocks)
 
 
 def most_keys(splits: SplitPlan) -> np.int32:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, int32
+from numba_ddtree.tree_attention.bands import find_in_band, may_have_bands, share_out_in_bands
 from numba_ddtree.tree_attention.key_rows import Keys
 from numba_ddtree.tree_attention.shares import (
     ALL_WHOLE,
     ITEM_BLOCKS,
     Share,
+    find_item,
     first_requests,
     share_out,
     take_item,
@@ -180,3 +184,113 @@ def test_the_rest_is_whole_where_splits_would_gain_nothing() -> None:
     counts, prefixes = np.full(6, 1, np.int32), np.full(6, 2 * KEY_BLOCK - 1, np.int32)
     _, (whole, _, rest) = shared_out(counts, prefixes, 1, 64, rest_tiles=6, length=1, most=4, parts=1)
     assert (whole, rest) == (ALL_WHOLE, 0)
+
+
+@cuda.jit
+def list_bands(  # type: ignore[no-untyped-def]
+    bits, num_nodes, prefix_lengths, max_path, heads, pages, rest_tiles, most, found, shared
+):  # fmt: skip
+    zero = int32(0)
+    keys = Keys(zero, zero, zero, zero, zero, zero, int32(64), int32(1), pages, pages[:0], pages.shape[0])
+    tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads)
+    share = Share(int32(WORKERS), int32(rest_tiles), int32(0), int32(most))
+    first = first_requests(tree, keys, MOST)
+    whole, length, rest, side = share_out_in_bands(tree, keys, share, MOST, first)
+    if cuda.threadIdx.x == 0:
+        shared[0], shared[1], shared[2], shared[3] = whole, length, rest, side
+    index, item = int32(cuda.blockIdx.x), 0
+    while True:
+        offset = int32(0)
+        if length < 0 and index >= whole:
+            request, tile, split, slot, offset, index = find_in_band(
+                tree, keys, share, MOST, first, whole, int32(-length), side, index
+            )
+        else:
+            request, tile, split, slot = find_item(tree, keys, share, MOST, 1, whole, length, index, first)
+            index = int32(index + WORKERS)
+        if request < 0:
+            break
+        if cuda.threadIdx.x == 0:
+            row = found[cuda.blockIdx.x, item]
+            row[0], row[1], row[2], row[3], row[4] = request, tile, split, slot, offset
+        item += 1
+
+
+def blocks_of_request(prefix: int, count: int) -> int:
+    return -(-(prefix + min(count, MAX_PATH)) // KEY_BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("counts", "prefixes", "heads", "most", "side"),
+    [
+        ([3, 1], [8000, 5000], 64, 8, 1),  # 4 tiles on 7 workers
+        ([2, 2], [40000, 30000], 64, 3, 2),  # too many keys for each to read its own
+        ([3, 1], [40000, 30000], 64, 3, 0),  # and requests that cannot go side by side
+        ([5], [12000], 64, 8, 1),
+        ([4, 3, 4, 0, 1], [3000, 5000, 100, 9000, 8000], 64, 8, 1),  # one round of whole tiles
+        ([9, 9], [20000, 20000], 20, 8, 0),  # 6 tiles: splits
+    ],
+)
+def test_bands_have_every_block_once(
+    counts: list[int], prefixes: list[int], heads: int, most: int, side: int
+) -> None:
+    N = max(counts)
+    found, shared = np.full((WORKERS, MOST_ITEMS, 5), -7, np.int32), np.zeros(4, np.int32)
+    list_bands[WORKERS, 32](
+        np.zeros((len(counts), N, 1), np.uint32), np.array(counts, np.int32), np.array(prefixes, np.int32),
+        MAX_PATH, heads, np.zeros(1000, np.int32), 6, most, found, shared,
+    )  # fmt: skip
+    whole, length, rest, found_side = map(int, shared)
+    assert (length < 0) == (side > 0)
+    if side == 0:
+        return
+    assert found_side == side
+    band = -length
+    tiles = [(b, tile) for b, count in enumerate(counts) for tile in range(-(-count * heads // TILE_ROWS))]
+    assert whole == len(tiles) - rest
+    assert whole % WORKERS == 0
+    work = np.zeros(WORKERS, int)
+    seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    slots: list[int] = []
+    for worker, items in enumerate(found):
+        for request, tile, split, slot, offset in items[items[:, 0] >= 0].tolist():
+            blocks = blocks_of_request(prefixes[request], counts[request])
+            if slot < 0:
+                assert (request, tile) in tiles[:whole]
+                continue
+            begin, end = max(0, split * band - offset), min(blocks, (split + 1) * band - offset)
+            assert 0 <= offset < band
+            assert begin < end
+            assert split < most
+            assert slot == (tiles.index((request, tile)) - whole) * most + split
+            seen.setdefault((request, tile), []).append((split, begin, end))
+            slots.append(slot)
+            work[worker] += end - begin
+    assert len(set(slots)) == len(slots)
+    assert sorted(seen) == tiles[whole:]
+    for (request, _), parts in seen.items():
+        parts.sort()
+        assert [split for split, _, _ in parts] == list(range(len(parts)))
+        ends = [0, *(end for _, _, end in parts)]
+        assert [begin for _, begin, _ in parts] == ends[:-1]
+        assert ends[-1] == blocks_of_request(prefixes[request], counts[request])
+    assert work.max() <= band
+
+
+@pytest.mark.parametrize(
+    ("tiles", "is_chosen", "expected"),
+    [
+        (4, True, True),
+        (7, True, False),
+        (3, True, True),
+        (1, True, False),
+        (11, True, True),
+        (25, True, False),
+        (4, False, False),
+    ],
+)
+def test_bands_are_looked_for_where_splits_leave_workers_idle(
+    tiles: int, is_chosen: bool, expected: bool
+) -> None:
+    splits = SimpleNamespace(split_blocks=0 if is_chosen else 64)
+    assert may_have_bands(splits, tiles, WORKERS) == expected  # type: ignore[arg-type]
