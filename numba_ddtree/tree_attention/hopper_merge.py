@@ -9,9 +9,9 @@ takes longer than to meet.
 
 from __future__ import annotations
 
-from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int64, uint32
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
 from numba_ddtree.tree_attention.hopper_state import REST, word_at
-from numba_ddtree.tree_attention.split_merge import merge_row
+from numba_ddtree.tree_attention.split_merge import fold_row, load_row, load_sums, merge_further
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS
 
 if not SIMULATED:
@@ -29,7 +29,10 @@ PIECES = 64  # of a tile: four rows, 128 columns; those of the same rows follow 
 
 @device_routine
 def merge_piece(partials, partial_sums, first_rows, max_splits, tile, piece, out, lse, form):  # type: ignore[no-untyped-def]
-    """Merge a piece of a tile, by a warp; `tile` counts those that have slots."""
+    """Merge a piece of a tile, by a warp; `tile` counts those that have slots.
+
+    What two splits have is loaded before it is known whether a row has two.
+    """
     lane = uint32(fresh_thread() & uint32(31))
     row = uint32(uint32(4) * uint32(piece >> uint32(2)) + uint32(uint32(lane >> uint32(1)) & uint32(3)))
     group = uint32(uint32(16) * uint32(piece & uint32(3)) + uint32(lane >> uint32(3)))
@@ -38,12 +41,19 @@ def merge_piece(partials, partial_sums, first_rows, max_splits, tile, piece, out
     in_slot = uint32(group * uint32(GROUP_NUMBERS) + row * uint32(GROUP_COLUMNS) + half)
     out_row = int64(first_rows[tile] + int64(row))
     column = uint32(group * uint32(GROUP_COLUMNS) + half)
-    merge_row(
-        partials, partial_sums, int64(first + int64(row)), int64(TILE_ROWS), True,
-        int64(first * int64(LATENT) + int64(in_slot)), int64(4 * GROUP_NUMBERS),
-        out, int64(out_row * int64(LATENT) + int64(column)), int64(4 * GROUP_COLUMNS),
-        lse, out_row, column == uint32(0), form,
-    )  # fmt: skip
+    place, start = int64(first + int64(row)), int64(first * int64(LATENT) + int64(in_slot))
+    stride, step = int64(TILE_ROWS), int64(4 * GROUP_NUMBERS)
+    sums, second_sums = load_sums(partial_sums, place, int64(0)), load_sums(partial_sums, place, stride)
+    a, b, c, d = load_row(partials, start, step)
+    second = load_row(partials, int64(start + int64(stride * int64(LATENT))), step)
+    splits = int32(sums[3])
+    if splits > 1:
+        merge_further(
+            fold_row((sums[0], sums[1], sums[2], a, b, c, d), second_sums, second),
+            partials, partial_sums, place, stride, splits, start, step,
+            out, int64(out_row * int64(LATENT) + int64(column)), int64(4 * GROUP_COLUMNS),
+            lse, out_row, column == uint32(0), form,
+        )  # fmt: skip
 
 
 @device_routine

@@ -119,6 +119,12 @@ def count_work(tree: Any, keys: Any, max_keys: Any, first: Any) -> Any:
 
 
 @device_routine
+def time_as_whole(longest: Any, more: Any) -> Any:
+    """Blocks' worth of time (uint32) that a tile takes which is not cut."""
+    return uint32(uint32(longest + more) + uint32(ITEM_BLOCKS))
+
+
+@device_routine
 def cut_rest(share: Any, work: Any) -> Any:
     """Return what `share_out` does, of what `count_work` has, and the rest's time and tiles (uint32).
 
@@ -127,12 +133,11 @@ def cut_rest(share: Any, work: Any) -> Any:
     total, in_all, longest, more = work
     workers = uint32(share.workers)
     rest = uint32(uint32(total) - uint32(total) // workers * workers)
-    time_as_whole = uint32(uint32(longest + more) + uint32(ITEM_BLOCKS))
     if rest == uint32(0) or rest > uint32(share.rest_tiles):
-        return int32(ALL_WHOLE), int32(share.split_blocks), int32(0), time_as_whole, rest
+        return int32(ALL_WHOLE), int32(share.split_blocks), int32(0), time_as_whole(longest, more), rest
     length, time = best_length(share, rest, longest, quotient(in_all, total), more)
-    if time >= time_as_whole:
-        return int32(ALL_WHOLE), int32(share.split_blocks), int32(0), time_as_whole, rest
+    if time >= time_as_whole(longest, more):
+        return int32(ALL_WHOLE), int32(share.split_blocks), int32(0), time_as_whole(longest, more), rest
     return int32(total - int32(rest)), int32(length), int32(rest), time, rest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
-from numba_ddtree.device.memory import load_four_written, store_flat
+from numba_ddtree.device.memory import load_flat, load_four_written, store_flat
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.outputs import BFLOAT16, FLOAT16, FLOAT32, output_form
@@ -87,23 +87,32 @@ store_floats, store_bfloat16, store_float16 = map(make_row_store, (FLOAT32, BFLO
 
 @device_routine
 def merge_row(  # type: ignore[no-untyped-def]
-    partials, partial_sums, place, stride, is_wanted, start, step, out, out_start, out_step, lse, row,
+    partials, partial_sums, place, stride, splits, start, step, out, out_start, out_step, lse, row,
     writes_lse, form,
 ):  # fmt: skip
-    """Merge a lane's numbers of a row's splits, `stride` rows apart, if `is_wanted` and there are several.
+    """Merge a lane's numbers of a row's splits, of which there are at least two, `stride` rows apart.
 
-    The row's sums are in row `place`, and how many splits it has is among those of the first. The lane has
-    four times four numbers, `step` apart from number `start` of the first split on, and `out_step` apart from
-    number `out_start` of the output on. What two splits have is loaded before any of it is known.
+    The row's sums are in row `place`. The lane has four times four numbers, `step` apart from number `start`
+    of the first split on, and `out_step` apart from number `out_start` of the output on.
     """
     further = int64(stride * int64(LATENT))
     sums, second_sums = load_sums(partial_sums, place, int64(0)), load_sums(partial_sums, place, stride)
     a, b, c, d = load_row(partials, start, step)
     second = load_row(partials, int64(start + further), step)
-    splits = int32(sums[3])
-    if not is_wanted or splits < 2:
-        return
     state = fold_row((sums[0], sums[1], sums[2], a, b, c, d), second_sums, second)
+    merge_further(
+        state, partials, partial_sums, place, stride, splits, start, step, out, out_start, out_step, lse, row,
+        writes_lse, form,
+    )  # fmt: skip
+
+
+@device_routine
+def merge_further(  # type: ignore[no-untyped-def]
+    state, partials, partial_sums, place, stride, splits, start, step, out, out_start, out_step, lse, row,
+    writes_lse, form,
+):  # fmt: skip
+    """Fold the splits from the third on into what the first two have come to, and write it."""
+    further = int64(stride * int64(LATENT))
     last = int32(splits - int32(1))
     for split in range(2, splits, 2):  # two at once, for the loads of both to be under way together
         near, far = int64(split), int64(min(int32(int32(split) + int32(1)), last))
@@ -144,15 +153,17 @@ def merge_splits_kernel(  # type: ignore[no-untyped-def]
     part = uint32(index // uint32(height))
     in_part = int64(uint32(index - part * uint32(height)))
     place = int64(int64(part) * int64(max_splits) * int64(height) + in_part)
-    # Of a part that nothing was left of, slots and `first_rows` have any numbers.
-    row = int64(first_rows[part] + in_part)
-    column = int64(uint32(lane << uint32(2)))
-    merge_row(
-        partials, partial_sums, place, int64(height), int32(part) < num_rest[0],
-        int64(place * int64(LATENT) + column), int64(128),
-        out, int64(row * int64(LATENT) + column), int64(128),
-        lse, row, lane == uint32(0), form,
-    )  # fmt: skip
+    # Of a part that nothing was left of, this is any number. Both loads are under way together.
+    splits = int32(load_flat(partial_sums, int64(4) * place + int64(3)))
+    if (int32(part) < num_rest[0]) & (splits > 1):
+        row = int64(first_rows[part] + in_part)
+        column = int64(uint32(lane << uint32(2)))
+        merge_row(
+            partials, partial_sums, place, int64(height), splits,
+            int64(place * int64(LATENT) + column), int64(128),
+            out, int64(row * int64(LATENT) + column), int64(128),
+            lse, row, lane == uint32(0), form,
+        )  # fmt: skip
 
 
 SIGNATURE = (
