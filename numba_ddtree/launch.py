@@ -58,6 +58,7 @@ OF_A_ROUND = (
 )
 
 NO_LIBRARY = Placement("numba", None)
+TOO_LARGE = driver.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE
 UINT16 = np.dtype(np.uint16)
 BFLOAT16 = np.dtype(bfloat16)
 
@@ -184,7 +185,8 @@ class PreparedLaunch:
         else:
             (fault,) = driver.cuLaunchKernel(function, *self._grid, _driver_stream(handle), parameters, 0)
         if fault:
-            raise BackendError(f"{self.name}: the launch was refused: {fault}")
+            why = ", for all of its blocks must run at once" if fault == TOO_LARGE else ""
+            raise BackendError(f"{self.name}: the launch was refused: {fault}{why}")
 
     def replace(self, place: int, argument: Any) -> None:
         """Put another scalar, or array, in the place of one of the arguments, for the launches to come.

@@ -211,6 +211,13 @@ def test_a_refused_launch_is_an_error(driver: Any, is_cooperative: bool) -> None
         given.launch(0)
 
 
+def test_a_cooperative_launch_that_is_too_large_says_so(driver: Any) -> None:
+    given = prepared([np.int32(1)], is_cooperative=True)
+    driver(1, fault=launch.TOO_LARGE)
+    with pytest.raises(BackendError, match=r"LAUNCH_TOO_LARGE.*, for all of its blocks must run at once$"):
+        given.launch(0)
+
+
 @pytest.mark.parametrize(
     "stream",
     [
@@ -511,7 +518,7 @@ def test_more_blocks_than_run_at_once_cannot_meet() -> None:
 
     arrays = [device_view("array", cuda.to_device(np.zeros(1, np.int32))) for _ in range(2)]
     prepared_launch = meeting_kernel().prepare(64 * multiprocessors(), *arrays, np.int32(1))
-    with pytest.raises(BackendError, match=r"tell: the launch was refused: .*COOPERATIVE_LAUNCH_TOO_LARGE"):
+    with pytest.raises(BackendError, match=r"tell: the launch was refused: .*LAUNCH_TOO_LARGE"):
         prepared_launch.launch(None)
 
 
