@@ -42,6 +42,7 @@ class Case:
     scale: float = SCALE
     rest_tiles: int = 191
     bits: float = 0  # by which weights rise with each 64 keys
+    max_path: int | None = None  # that the kernel is told
     fields: dict[str, Any] = field(default_factory=dict)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,10 @@ from emulated_cases import (  # noqa: E402  after the emulation is in place
     paged,
     random_inputs,
     sequences_alone,
+    tree_of,
 )
 
+from numba_ddtree.refs import tree_attention as reference  # noqa: E402
 from numba_ddtree.tree_attention import (  # noqa: E402
     bands,
     hopper_items,
@@ -142,8 +145,9 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
         u64(kpe.ctypes.data), i64(128), i64(128 * page_size),
         i32(page_size), i32(pages), table, np.zeros(0, np.int32), i32(each),
         given.tree.ancestor_bits, given.tree.num_nodes, np.array(case.prefixes, np.int32),
-        i32(slots), i32(heads), i32(case.workers), i32(partials.rest_tiles), i32(case.split_blocks),
-        i32(partials.max_splits), i32(MAX_KEYS), u64(FIRST_MAP), i32(len(table) == 0 or page_size % 64 == 0),
+        i32(case.max_path or slots), i32(heads), i32(case.workers), i32(partials.rest_tiles),
+        i32(case.split_blocks), i32(partials.max_splits), i32(MAX_KEYS),
+        u64(FIRST_MAP), i32(len(table) == 0 or page_size % 64 == 0),
         i32(case.split_blocks == 0), i32(case.sees_prefix), np.float32(case.scale * math.log2(math.e)),
         partials.numbers, partials.sums, partials.first_rows,
         u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
@@ -172,6 +176,24 @@ def check_alone(case: Case, rng: np.random.Generator) -> None:
         out_alone, lse_alone = attend(alone, own, rng)
         np.testing.assert_array_equal(out_alone[0, 0], out[0, node])
         np.testing.assert_array_equal(lse_alone[0, 0], lse[0, node])
+
+
+def check_too_deep(rng: np.random.Generator) -> None:
+    """Check that nodes with longer paths than was said are NaN, whatever becomes of their splits."""
+    for more in ({"page_size": 64}, {"split_blocks": 1, "workers": 2}, {"split_blocks": 1, "rest_tiles": 0}):
+        case = Case([126], 5, 64, max_path=2, **more)
+        given = random_inputs(case, rng)
+        chain = tree_of(case, np.arange(-1, 4, dtype=np.int32)[None])
+        given = replace(given, tree=chain)
+        out, lse = attend(case, given, rng)
+        want, want_lse = reference.tree_attention(
+            given.q_nope, given.q_pe, given.rows[..., :512], given.rows[..., 512:], chain.ancestor_bits,
+            chain.num_nodes, np.array(case.prefixes, np.int32), case.scale, np.float64,
+        )  # fmt: skip
+        np.testing.assert_allclose(out[0, :2], want[0, :2], atol=0.02)
+        np.testing.assert_allclose(lse[0, :2], want_lse[0, :2], atol=1e-3)
+        assert np.isnan(out[0, 2:]).all()
+        assert np.isnan(lse[0, 2:]).all()
 
 
 def check_packing(rng: np.random.Generator) -> None:
@@ -245,6 +267,8 @@ def main(names: list[str]) -> None:
             check_alone(Case([100], 9, 16, page_size=16, workers=2), rng)
             check_alone(Case([60], 6, 12, page_size=64, split_blocks=1, workers=2), rng)
             check_alone(Case([180], 6, 12, page_size=64, workers=2, bits=0.5), rng)
+        elif name == "too deep":
+            check_too_deep(rng)
         elif name == "nodes of rows":
             check_nodes_of_rows()
         else:

@@ -31,6 +31,7 @@ CASES = (
     "late bands",
     "bands side by side",
     "nodes of rows",
+    "too deep",
     "rising",
     "alone",
 )

@@ -536,6 +536,24 @@ def test_malformed_trees_leave_the_others_alone(
         assert np.isnan(got[2]).all()
 
 
+@pytest.mark.parametrize("split_keys", [64, 2**30, "fastest"])
+def test_nodes_deeper_than_said_give_nan_and_leave_other_requests_alone(
+    rng: np.random.Generator, library: Library, kernel: str, split_keys: Any
+) -> None:
+    inputs = make_inputs(rng, [126, 300], N=9, H=64, page_size=64)
+    parents = np.stack([np.arange(-1, 8), np.minimum(np.arange(-1, 8), 0)]).astype(
+        np.int32
+    )  # a chain, a star
+    tree = link(parents, inputs.tree.token_ids, None, inputs.prefix_lengths)
+    options = {"kernel": kernel, "split_keys": split_keys}
+    want = compute(library, replace(inputs, tree=tree), **options)
+    shallow = replace(inputs, tree=replace(tree, max_depth=1))
+    for got, before in zip(compute(library, shallow, **options), want, strict=True):
+        np.testing.assert_array_equal(got[1], before[1])
+        np.testing.assert_array_equal(got[0, :2], before[0, :2])
+        assert np.isnan(got[0, 2:]).all()
+
+
 # The tail, and merging.
 
 

@@ -1,8 +1,8 @@
 """The rest of a batch cut into bands: as many blocks for each worker, wherever in a tile they begin.
 
 Splits of one length are as long for all tiles, and where they are no multiple of the workers some are idle
-in the last round. Bands leave nobody idle: the blocks of all tiles of the rest, one tile after the other, are
-cut into as many equal bands as there are workers. A worker may so have a tile's end and the next one's
+in the last round. Bands leave hardly any idle: the blocks of all tiles of the rest, one tile after the other,
+are cut into as many equal bands as there are workers. A worker may so have a tile's end and the next one's
 beginning, each with outputs of its own to be merged, so that bands are taken only where that pays.
 
 Workers should read the same keys at the same time, too, unless L2 holds all of them. So where requests have

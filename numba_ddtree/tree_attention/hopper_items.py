@@ -64,6 +64,7 @@ if not SIMULATED:
     from numba_ddtree.device.ptx import fresh_thread
 
 SCHEDULER = 320  # first thread of the warp that finds items
+TOO_DEEP = 2**31  # marks the keys of a row whose path is longer than was said: of all rows then the most
 
 
 @device_routine
@@ -126,11 +127,18 @@ def describe_paths(  # type: ignore[no-untyped-def]
         keys_seen = int32(0)
         if int32(row) < rows:
             node = uint32(uint32(first_row) + row) // uint32(tree.heads)
-            keys_seen = int32(prefix + path_length(tree.ancestor_bits, request, node))
+            path = path_length(tree.ancestor_bits, request, node)
+            keys_seen = int32(prefix + min(path, tree.max_path))
             shortest = uint32(min(shortest, uint32(keys_seen)))
+            if path > tree.max_path:
+                longest = uint32(max(longest, uint32(uint32(keys_seen) + uint32(TOO_DEEP))))
         set_word(seen, row, keys_seen)
         longest = uint32(max(longest, uint32(keys_seen)))
     longest, shortest = warp_max(longest), uint32(~warp_max(uint32(~shortest)))
+    if longest >= uint32(TOO_DEEP):
+        longest = uint32(longest - uint32(TOO_DEEP))
+        if lane == uint32(0):
+            set_word(item, FAULT, 1)
     begin, split_end = range_of_split(split, length, offset)
     end = int32(uint32(longest + uint32(KEY_BLOCK - 1)) // uint32(KEY_BLOCK))
     end = int32(min(end, split_end))

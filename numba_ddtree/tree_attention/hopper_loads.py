@@ -1,4 +1,4 @@
-"""The warps of the Hopper kernel that load: one queries, two a buffer of keys each."""
+"""What loads in the Hopper kernel: two warps keys, and one queries, but for the first item's."""
 
 from __future__ import annotations
 

@@ -282,6 +282,8 @@ class TreeAttention:
         ------
         ArgumentError
             What `verify_attention` refuses, and what was not planned for.
+        BackendError
+            A launch that the driver refuses, as that of ``"hopper"`` in a context of a part of the device.
         """
         check_flag("validate", validate)
         others = q_pe, ckv_cache, kpe_cache, prefix_lengths, block_table, kv_indptr, kv_indices

@@ -150,7 +150,8 @@ def verify_attention(
         device cannot run; for host arrays, and with `validate`, also lengths and pages out of range,
         parents that are no tree and ancestor bits that are not those of the parents.
     BackendError
-        No device for the CUDA backend.
+        No device for the CUDA backend, or one of which the current context has but a part, where the kernel
+        needs all of it (``"hopper"``).
     """
     given = gather_arguments(
         q_nope,
