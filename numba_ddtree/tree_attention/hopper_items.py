@@ -206,11 +206,12 @@ def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, has_
         length = fresh_word(shared_length)
         offset = int32(0)
         if has_bands and length < 0 and index >= whole:
-            length = int32(-length)
+            length, side = int32(-length), int32(1)
+            if is_scheduler():  # which wrote it; to the warp that goes ahead any will do
+                side = word_at(fresh_shared_address_of(s_words), SIDE)
             request, tile, split, slot, offset, index = find_in_band(
-                tree, keys, share, max_keys, first, whole, length,
-                word_at(fresh_shared_address_of(s_words), SIDE), index,
-            )  # fmt: skip
+                tree, keys, share, max_keys, first, whole, length, side, index
+            )
         else:
             request, tile, split, slot = find_item(
                 tree, keys, share, max_keys, 1, whole, length, index, first
