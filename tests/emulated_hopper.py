@@ -31,7 +31,6 @@ from numba_ddtree.refs import tree_attention as reference  # noqa: E402
 from numba_ddtree.tree_attention import (  # noqa: E402
     bands,
     hopper_items,
-    hopper_merge,
     hopper_scores,
     hopper_state,
     path_blocks,
@@ -156,7 +155,7 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
     kernel = hopper.make_kernel("bf16", "kernel")
     for index in rng.permutation(case.workers).tolist():
         run_block(kernel, index, arguments)
-    options.threads = 32 * hopper_merge.WARPS
+    options.threads = 32 * hopper_state.CONSUMING_WARPS
     for index in range(case.workers):
         run_block(MERGES.run, index, ())
     return out.astype(np.float32), lse

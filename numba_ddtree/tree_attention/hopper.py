@@ -36,12 +36,7 @@ from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.bands import may_have_bands
 from numba_ddtree.tree_attention.hopper_items import is_scheduler, schedule
-from numba_ddtree.tree_attention.hopper_loads import (
-    CONSUMING_WARPS,
-    load_first_queries,
-    load_keys,
-    load_queries,
-)
+from numba_ddtree.tree_attention.hopper_loads import load_first_queries, load_keys, load_queries
 from numba_ddtree.tree_attention.hopper_merge import merge_rest
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
 from numba_ddtree.tree_attention.hopper_scores import (
@@ -57,6 +52,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     ALIGNMENT,
     BLOCK_BYTES,
     CHUNK_BYTES,
+    CONSUMING_WARPS,
     FAULT,
     GATHERED,
     ITEM_COUNTED,

@@ -9,6 +9,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     BLOCK_BYTES,
     CHUNK_BYTES,
     COMMON,
+    CONSUMING_WARPS,
     COUNT,
     FAULT,
     FIRST,
@@ -75,7 +76,6 @@ if not SIMULATED:
     from numba_ddtree.device.tile import unit_address
 
 REHEARSAL = -1
-CONSUMING_WARPS = 8
 
 
 @device_routine

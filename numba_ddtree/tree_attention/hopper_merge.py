@@ -10,7 +10,7 @@ takes longer than to meet.
 from __future__ import annotations
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
-from numba_ddtree.tree_attention.hopper_state import REST, word_at
+from numba_ddtree.tree_attention.hopper_state import CONSUMING_WARPS, REST, word_at
 from numba_ddtree.tree_attention.split_merge import fold_row, load_row, load_sums, merge_further
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS
 
@@ -19,10 +19,9 @@ if not SIMULATED:
     from numba_ddtree.device.mbarriers import fresh_shared_address_of, make_handover
     from numba_ddtree.device.ptx import fresh_thread
 
-    _, meet_in_block = make_handover(10, 256)
+    _, meet_in_block = make_handover(10, 32 * CONSUMING_WARPS)
 
 GROUP_COLUMNS = 8
-WARPS = 8  # that merge, of a block
 GROUP_NUMBERS = TILE_ROWS * GROUP_COLUMNS
 PIECES = 64  # of a tile: four rows, 128 columns; those of the same rows follow each other
 
@@ -70,8 +69,8 @@ def merge_rest(s_words, workers, max_splits, partials, partial_sums, first_rows,
     if fresh_thread() == uint32(0):
         meet_all_blocks(uint32(workers))
     meet_in_block()
-    pieces, warps = uint32(uint32(rest) * uint32(PIECES)), uint32(uint32(workers) * uint32(WARPS))
-    warp = uint32(uint32(cuda.blockIdx.x) * uint32(WARPS) + uint32(fresh_thread() >> uint32(5)))
+    pieces, warps = uint32(uint32(rest) * uint32(PIECES)), uint32(uint32(workers) * uint32(CONSUMING_WARPS))
+    warp = uint32(uint32(cuda.blockIdx.x) * uint32(CONSUMING_WARPS) + uint32(fresh_thread() >> uint32(5)))
     each = uint32(pieces // warps)
     more = uint32(pieces - uint32(each * warps))
     index = uint32(uint32(each * warp) + uint32(min(warp, more)))

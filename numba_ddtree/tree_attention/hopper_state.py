@@ -13,6 +13,7 @@ if not SIMULATED:
     from numba_ddtree.device.mbarriers import load_shared_float, load_shared_word, store_shared_float
     from numba_ddtree.device.ptx import store_shared_word
 
+CONSUMING_WARPS = 8  # of a block: two warpgroups
 CHUNK_BYTES = TILE_ROWS * 128
 LATENT_CHUNKS = LATENT // 64
 BLOCK_BYTES = (LATENT_CHUNKS + 1) * CHUNK_BYTES

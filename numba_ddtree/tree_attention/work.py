@@ -163,7 +163,7 @@ class SplitPlan:
     first_rows : DeviceView
         int64 [2 * rest_tiles]: of each part that is cut along its keys, its first row of all.
     num_rest : DeviceView
-        int32 [1]: how many parts there are of those.
+        int32 [1]: how many parts there are of those; the Hopper kernel, which merges itself, leaves it alone.
     """
 
     split_blocks: int
