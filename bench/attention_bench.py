@@ -133,11 +133,10 @@ class AttentionBench:
         self, table: Table, shape: Shape, call_of: Callable[[Inputs], Callable[[], Any]]
     ) -> tuple[float, Callable[[], Any]]:
         """Return the mean time over a table's offsets, and the call of the first."""
-        first, *others = table.offsets
-        call = call_of(self.inputs(shape, first))
-        times = [flushed_us(self.torch, call, table.seconds)]
-        for offset in others:
-            times.append(flushed_us(self.torch, call_of(self.inputs(shape, offset)), table.seconds))
+        times = []
+        for offset in reversed(table.offsets):
+            call = call_of(self.inputs(shape, offset))
+            times.append(flushed_us(self.torch, call, table.seconds))
         return mean(times), call
 
     @staticmethod

@@ -139,18 +139,24 @@ class Inputs:
         return self.torch.from_numpy(rows).to(self.cache.device)
 
     def planned(self, plan: TreeAttention) -> Callable[[], Any]:
-        """Return a run of a plan on these, on torch's current stream; it returns the output and `lse`."""
+        """Return a run of a plan on these, on torch's current stream; it returns the output and `lse`.
+
+        Schedules it, as a model's first layer would for all: FlashMLA, too, finds its splits only once. The
+        run of the plan that was made last is the one that the schedule is of.
+        """
         queries = self.queries[..., :LATENT], self.queries[..., LATENT:]
         caches = self.cache[..., :LATENT], self.cache[..., LATENT:]
+        where = {"prefix_lengths": self.lengths, "block_table": self.block_table}
+        plan.schedule(*caches, self.tree, **where)
         return lambda: plan.run(
             *queries,
             *caches,
             self.tree,
             sm_scale=SM_SCALE,
-            prefix_lengths=self.lengths,
-            block_table=self.block_table,
             out=self.out,
             lse=self.lse,
+            is_scheduled=True,
+            **where,
         )
 
     def packed_matmuls(self) -> Callable[[], Any]:

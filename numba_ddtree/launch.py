@@ -154,13 +154,14 @@ class PreparedLaunch:
         arguments: Sequence[Any],
         shared_bytes: int,
         is_cooperative: bool = False,
+        cluster_blocks: int = 1,
     ) -> None:
         self.name = name
         self.device_id = loaded.device_id
         self.arguments = list(arguments)
         self._loaded = loaded
         self._grid = blocks, 1, 1, threads, 1, 1, shared_bytes
-        self._is_cooperative = is_cooperative
+        self._attributes = is_cooperative, cluster_blocks
         slots = len(loaded.slot_offsets)
         self._words = np.empty(2 * slots, np.uint64)  # the arguments' slots, then the address of each
         loaded.layout.pack_into(self._words.data, 0, *(slot for a in arguments for slot in _slots(a)))
@@ -178,12 +179,11 @@ class PreparedLaunch:
             return
         handle = stream if type(stream) is int else stream_handle(stream, NO_LIBRARY)
         function, parameters = self._loaded.function, self._parameters
-        if self._is_cooperative:
-            (fault,) = driver.cuLaunchKernelEx(
-                _cooperative_launch(self._grid, handle), function, parameters, 0
-            )
-        else:
+        if self._attributes == (False, 1):
             (fault,) = driver.cuLaunchKernel(function, *self._grid, _driver_stream(handle), parameters, 0)
+        else:
+            configuration = _configuration(self._grid, handle, *self._attributes)
+            (fault,) = driver.cuLaunchKernelEx(configuration, function, parameters, 0)
         if fault:
             why = ", for all of its blocks must run at once" if fault == TOO_LARGE else ""
             raise BackendError(f"{self.name}: the launch was refused: {fault}{why}")
@@ -312,6 +312,9 @@ class Kernel:
     is_cooperative : bool
         Whether blocks of a launch wait for each other, as by `grid_meeting.meet_all_blocks`. All of them
         then run at once, or the driver refuses the launch.
+    cluster_blocks : int
+        Neighbouring blocks that reach each other's shared memory (`device.clusters`); a launch has a multiple
+        of them.
     """
 
     def __init__(
@@ -322,10 +325,12 @@ class Kernel:
         blocks_per_processor: int = 1,
         architecture: str | None = None,
         is_cooperative: bool = False,
+        cluster_blocks: int = 1,
     ) -> None:
         self.function = function
         self.architecture = architecture
         self.is_cooperative = is_cooperative
+        self.cluster_blocks = cluster_blocks
         self.signatures = signatures
         self.threads = threads
         self.launch_bounds = threads, blocks_per_processor
@@ -357,7 +362,14 @@ class Kernel:
         if shared_bytes > loaded.shared_limit:
             loaded.raise_shared_limit(self.name, shared_bytes)
         return PreparedLaunch(
-            self.name, loaded, blocks, self.threads, arguments, shared_bytes, self.is_cooperative
+            self.name,
+            loaded,
+            blocks,
+            self.threads,
+            arguments,
+            shared_bytes,
+            self.is_cooperative,
+            self.cluster_blocks,
         )
 
     def load(self, device_id: int, kinds: tuple[Kind, ...]) -> LoadedKernel:
@@ -444,16 +456,25 @@ def _driver_stream(handle: int) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _cooperative_launch(grid: tuple[int, ...], handle: int) -> Any:
-    """Return the driver's configuration of a cooperative launch; never changed, for all threads."""
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-    attribute.value.cooperative = 1
+def _configuration(grid: tuple[int, ...], handle: int, is_cooperative: bool, cluster_blocks: int) -> Any:
+    """Return the driver's configuration of a launch; never changed, for all threads."""
+    attributes = []
+    if is_cooperative:
+        cooperative = driver.CUlaunchAttribute()
+        cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        attributes.append(cooperative)
+    if cluster_blocks > 1:
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x = cluster_blocks
+        cluster.value.clusterDim.y = cluster.value.clusterDim.z = 1
+        attributes.append(cluster)
     made = driver.CUlaunchConfig()
     made.gridDimX, made.gridDimY, made.gridDimZ = grid[:3]
     made.blockDimX, made.blockDimY, made.blockDimZ, made.sharedMemBytes = grid[3:]
     made.hStream = _driver_stream(handle)
-    made.attrs, made.numAttrs = [attribute], 1
+    made.attrs, made.numAttrs = attributes, len(attributes)
     return made
 
 

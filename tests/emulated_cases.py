@@ -43,6 +43,7 @@ class Case:
     rest_tiles: int = 191
     bits: float = 0  # by which weights rise with each 64 keys
     max_path: int | None = None  # that the kernel is told
+    foretold: list[int] | None = None  # prefixes of which first items are found before
     fields: dict[str, Any] = field(default_factory=dict)
 
 

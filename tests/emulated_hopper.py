@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from emulated_warpgroups import MAPS, SHARED_BASE, hopper_module, local, options, run_block
+from emulated_warpgroups import MAPS, SHARED_BASE, hopper_modules, local, options, run_block, run_cluster
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
-hopper = hopper_module()
+hopper, hopper_first_items = hopper_modules()
 
 from emulated_cases import (  # noqa: E402  after the emulation is in place
     SCALE,
@@ -39,6 +39,7 @@ from numba_ddtree.tree_attention import (  # noqa: E402
 MAP_BYTES = 128
 FIRST_MAP = 4096
 MAX_KEYS = 2**30
+OF_FIRST_ITEMS = 28  # place among the arguments
 
 
 CASES = {
@@ -62,6 +63,26 @@ CASES = {
     "bands of paths": Case([300, 60], 11, 16, page_size=64, split_blocks=0, workers=7, counts=[11, 8]),
     "late bands": Case([500], 5, 24, split_blocks=0, workers=3, is_late=True, is_float32=True),
     "bands side by side": Case([400, 300], 2, 64, page_size=64, split_blocks=0, workers=5),
+    "foretold": Case([130, 300], 5, 24, page_size=64, split_blocks=2, workers=3, foretold=[130, 300]),
+    "foretold bands": Case([700], 3, 64, page_size=64, split_blocks=0, workers=4, foretold=[700]),
+    "foretold whole": Case([300], 5, 64, workers=2, split_blocks=2, rest_tiles=0, foretold=[300]),
+    "foretold wrongly": Case([130, 300], 5, 24, page_size=64, split_blocks=2, workers=3, foretold=[310, 70]),
+    "foretold wrongly, and late": Case(
+        [130, 20], 5, 24, page_size=64, split_blocks=1, workers=3, foretold=[67, 340], is_late=True
+    ),
+    "foretold what is not there": Case([20, 0], 3, 24, split_blocks=1, workers=2, foretold=[500, 2000]),
+    "foretold wrongly to who has none": Case(
+        [300, 20], 1, 64, page_size=64, split_blocks=1, workers=7, foretold=[300, 300]
+    ),
+    "paired": Case([300, 200], 2, 48, page_size=64, split_blocks=3, workers=8),
+    "paired, late and in float32": Case(
+        [130], 7, 16, split_blocks=2, workers=4, is_late=True, is_float32=True
+    ),
+    "paired with paths": Case([110, 60], 9, 8, page_size=64, split_blocks=1, workers=9, counts=[9, 4]),
+    "foretold wrongly, and paired": Case(
+        [150, 20], 3, 32, page_size=64, split_blocks=2, workers=8, foretold=[70, 152], is_late=True
+    ),
+    "foretold, and paired": Case([250], 3, 64, page_size=64, split_blocks=2, workers=6, foretold=[250]),
     "rising": Case([500], 5, 24, page_size=64, split_blocks=5, workers=2, bits=1.5),
 }
 
@@ -152,13 +173,30 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
         u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
     )  # fmt: skip
     options.threads = 384
+    items = find_first_items(case, arguments)
+    arguments = (*arguments[:OF_FIRST_ITEMS], items, *arguments[OF_FIRST_ITEMS:])
     kernel = hopper.make_kernel("bf16", "kernel")
-    for index in rng.permutation(case.workers).tolist():
-        run_block(kernel, index, arguments)
+    clusters = range(0, case.workers, hopper.CLUSTER_BLOCKS)
+    for first in rng.permutation(clusters).tolist():
+        blocks = range(first, min(first + hopper.CLUSTER_BLOCKS, case.workers))
+        run_cluster(kernel, list(blocks), arguments)
     options.threads = 32 * hopper_state.CONSUMING_WARPS
     for index in range(case.workers):
         run_block(MERGES.run, index, ())
     return out.astype(np.float32), lse
+
+
+def find_first_items(case: Case, arguments: tuple[Any, ...]) -> NDArray[np.int32]:
+    """Return first items, of which all but the largest request number was poison, or an empty array."""
+    if case.foretold is None:
+        return np.zeros(0, np.int32)
+    items = np.full(case.workers * hopper_state.ITEM_WORDS, -7, np.int32)
+    given = list(arguments[4:25])  # keys, trees, shares and most keys
+    given[13] = np.array(case.foretold, np.int32)
+    bands, sees_prefix = arguments[27:29]
+    for index in range(case.workers):
+        run_block(hopper_first_items.hopper_first_items_kernel, index, (*given, bands, sees_prefix, items))
+    return items
 
 
 def check_case(case: Case, rng: np.random.Generator) -> None:
@@ -227,6 +265,48 @@ def check_nodes_of_rows() -> None:
                     assert hopper_scores.node_of_row(np.uint32(row), np.int32(heads)) == node
 
 
+class Foretelling:
+    """Counts items that were told as foretold, and those that turned out to be others."""
+
+    def __init__(self) -> None:
+        self.told = self.disowned = 0
+        self.is_as_foretold, self.disown = hopper_items.is_as_foretold, hopper_items.disown
+        changed: Any = hopper_items
+        changed.is_as_foretold, changed.disown = self.compare, self.count
+
+    def compare(self, base: Any) -> Any:
+        self.told += local.thread == hopper_items.SCHEDULER
+        return self.is_as_foretold(base)
+
+    def count(self, base: Any) -> None:
+        self.disowned += local.thread == hopper_items.SCHEDULER
+        self.disown(base)
+
+    def check(self, name: str) -> None:
+        """Check that there was what a case's name says."""
+        assert (self.told > 0) == ("foretold" in name and "not there" not in name)
+        assert (self.disowned > 0) == ("wrongly" in name)
+        hopper_items.is_as_foretold, hopper_items.disown = self.is_as_foretold, self.disown
+
+
+class Pairing:
+    """Notes whether sums were sent to other blocks."""
+
+    def __init__(self) -> None:
+        self.is_sent = False
+        self.send_sums = hopper.send_sums
+        hopper.send_sums = self.send
+
+    def send(self, *given: Any) -> None:
+        self.is_sent = True
+        self.send_sums(*given)
+
+    def check(self, name: str) -> None:
+        """Check that there were pairs where a case's name says so."""
+        assert self.is_sent or "paired" not in name
+        hopper.send_sums = self.send_sums
+
+
 class Bands:
     """Lets bands cost nothing beside splits in cases that are to have them, and go side by side in one."""
 
@@ -258,7 +338,7 @@ class Bands:
 def main(names: list[str]) -> None:
     be_late()
     for name in names:
-        looked_for = Bands(name)
+        looked_for, foretelling, pairing = Bands(name), Foretelling(), Pairing()
         rng = np.random.default_rng(len(name))
         if name == "packing":
             check_packing(rng)
@@ -273,6 +353,8 @@ def main(names: list[str]) -> None:
         else:
             check_case(CASES[name], rng)
         looked_for.check()
+        foretelling.check(name)
+        pairing.check(name)
         print(name, "is right", flush=True)
 
 

@@ -29,6 +29,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from numba_ddtree import cuda_target
+from numba_ddtree.device.clusters import FOURS_ROW_BYTES, unit_of_four
 
 TIMEOUT = 60.0
 SHARED_BASE = 1024
@@ -96,6 +97,8 @@ class Block:
         self.all = Meeting(options.threads)
         self.copies: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self.faults: list[str] = []
+        self.cluster = [self]
+        self.cluster_arrivals = 0
 
     def fail(self, fault: str) -> None:
         with self.changed:
@@ -255,6 +258,80 @@ def make_handover(name: int, threads: int) -> tuple[Callable[[], None], Callable
             owner.wait_until(lambda: owner.named[name][1] != generation, f"named barrier {name}")
 
     return announce, await_announced
+
+
+# Clusters: addresses of another block's memory have its number, from 1 on, in the upper bits.
+
+CLUSTER_BIT = 24
+
+
+def arrive_at_cluster() -> None:
+    for other in block().cluster:
+        with other.changed:
+            other.cluster_arrivals += 1
+            other.changed.notify_all()
+
+
+def wait_for_cluster() -> None:
+    owner = block()
+    with owner.changed:
+        owner.wait_until(
+            lambda: owner.cluster_arrivals == len(owner.cluster) * options.threads, "the cluster's threads"
+        )
+
+
+def peer_address(address: Any, number: Any) -> Any:
+    return np.uint32(int(address) + (int(number) + 1 << CLUSTER_BIT))
+
+
+def of_peer(address: Any) -> tuple[Block, int]:
+    number, place = divmod(int(address), 1 << CLUSTER_BIT)
+    return block().cluster[number - 1], place
+
+
+def arrive_at_peer(barrier: Any) -> None:
+    owner, place = of_peer(barrier)
+    change_barrier(owner, place, 1, 0)
+
+
+def send_four(address: Any, barrier: Any, values: Any) -> None:
+    owner, place = of_peer(address)
+    content = np.array(values, np.float32).view(np.uint8)
+
+    def run() -> None:
+        owner.memory[place - SHARED_BASE : place - SHARED_BASE + 16] = content
+        change_barrier(owner, of_barrier, 0, -16)
+
+    _, of_barrier = of_peer(barrier)
+    block().copies.put(run)
+
+
+def fours_of_rows(address: Any, numbers: Any) -> Iterator[tuple[int, Any]]:
+    for piece, eight in enumerate(numbers.reshape(-1, 8)):
+        for row in range(2):
+            place = int(address) ^ 16 * unit_of_four(piece, 0, 0)
+            yield place + row * 8 * FOURS_ROW_BYTES, eight[[2 * row, 2 * row + 1, 2 * row + 4, 2 * row + 5]]
+
+
+def make_rows_send(first: int, count: int) -> Callable[..., None]:
+    def send_rows(address: Any, barrier: Any, tile: Any) -> None:
+        for place, four in fours_of_rows(address, tile[first : first + count]):
+            send_four(place, barrier, four)
+
+    return send_rows
+
+
+def make_rows_keep(first: int, count: int) -> Callable[..., None]:
+    def keep_rows(address: Any, tile: Any) -> None:
+        for place, four in fours_of_rows(address, tile[first : first + count]):
+            for index, number in enumerate(four):
+                store(place + 4 * index, number, np.float32)
+
+    return keep_rows
+
+
+def load_four_floats(address: Any) -> list[Any]:
+    return [shared_view(int(address) + 4 * index, np.float32)[0] for index in range(4)]
 
 
 # Copies.
@@ -426,6 +503,12 @@ def make_pack_tile(number: str) -> Callable[[Any], Any]:
     return lambda tile: list(tile.astype(bfloat16).view(np.uint32))
 
 
+def make_pack(number: str) -> Callable[[Any, Any], Any]:
+    return lambda *pair: without_negative_zeros(np.array(pair, np.float32).astype(bfloat16)).view(np.uint32)[
+        0
+    ]
+
+
 def store_words_in_chunk(address: Any, words: Any) -> None:
     for index, word in enumerate(words):
         store((int(address) ^ index // 2 * 16) + index % 2 * 1024, word, np.uint32)
@@ -551,6 +634,12 @@ EMULATIONS: dict[str, dict[str, Any]] = {
         "fresh_thread": lambda: np.uint32(local.thread),
         "shared_address_of": lambda array: BASE,
         "store_shared_word": lambda address, word: store(address, word, np.uint32),
+        "store_four_words": lambda address, *words: write_global(
+            int(address), np.array(words, np.uint32).tobytes()
+        ),
+        "store_float_pair": lambda address, *pair: write_global(
+            int(address), np.array(pair, np.float32).tobytes()
+        ),
         "copy_async": copy_async,
         "address_of": lambda array: np.uint64(array.ctypes.data),
         "exp2": lambda value: FLOAT(np.exp2(FLOAT(value))),
@@ -561,10 +650,23 @@ EMULATIONS: dict[str, dict[str, Any]] = {
         "multiply_add": lambda a, b, c: FLOAT(np.float64(a) * np.float64(b) + np.float64(c)),
         "larger_of": lambda left, right: FLOAT(np.fmax(left, right)),
     },
+    "clusters": {
+        "arrive_at_cluster": arrive_at_cluster,
+        "wait_for_cluster": wait_for_cluster,
+        "peer_address": peer_address,
+        "arrive_at_peer": arrive_at_peer,
+        "wait_for_peer": wait_for,
+        "send_four": send_four,
+        "make_rows_send": make_rows_send,
+        "make_rows_keep": make_rows_keep,
+        "load_four_floats": load_four_floats,
+        "FOURS_ROW_BYTES": FOURS_ROW_BYTES,
+    },
     "grid_meeting": {"meet_all_blocks": nothing},
     "tensor_copies": {"acquire_map": nothing, "copy_box": copy_box},
     "tile": {
         "unit_address": unit_address,
+        "make_pack": make_pack,
         "row_maxima": row_maxima,
         "row_sums": row_sums,
         "scale_rows": scale_rows,
@@ -638,19 +740,21 @@ def emulated(emulations: dict[str, dict[str, Any]]) -> Iterator[None]:
     target.SIMULATED = True
 
 
-def hopper_module() -> Any:
-    """Import the kernel's module with everything under it emulated."""
+def hopper_modules() -> tuple[Any, Any]:
+    """Import the modules of the kernel, and of that which finds first items, emulated all the way down."""
     with emulated(EMULATIONS):
-        from numba_ddtree.tree_attention import hopper
+        from numba_ddtree.tree_attention import hopper, hopper_first_items
     replace_outputs()
-    return hopper
+    return hopper, hopper_first_items
 
 
 def replace_outputs() -> None:
     """Let what writes outputs write to host memory."""
-    from numba_ddtree.tree_attention import row_outcomes, split_merge, unused_rows
+    from numba_ddtree.tree_attention import hopper_pairs, row_outcomes, split_merge, unused_rows
 
     changed: Any = row_outcomes
+    changed.natural_log_sum = natural_log_sum
+    changed = hopper_pairs
     changed.natural_log_sum = natural_log_sum
     changed = unused_rows
     changed.store_pair = store_pair
@@ -660,40 +764,50 @@ def replace_outputs() -> None:
 
 
 def run_block(kernel: Callable[..., None], index: int, arguments: tuple[Any, ...]) -> None:
-    """Run one block of threads to its end.
+    """Run one block of threads to its end; see `run_cluster`."""
+    run_cluster(kernel, [index], arguments)
+
+
+def run_cluster(kernel: Callable[..., None], indices: list[int], arguments: tuple[Any, ...]) -> None:
+    """Run blocks of threads that reach each other's memory, all at once, to their end.
 
     Raises
     ------
     AssertionError
         A thread failed or waited too long, or a named barrier was left half full.
     """
-    owner = Block(index)
+    owners = [Block(index) for index in indices]
 
-    def copy() -> None:
+    def copy(owner: Block) -> None:
         while (run := owner.copies.get()) is not None:
             if options.is_late:
                 time.sleep(random.random() * 0.01)
             run()
 
-    def work(thread: int) -> None:
+    def work(owner: Block, thread: int) -> None:
         local.thread, local.block = thread, owner
         try:
             kernel(*arguments)
         except StoppedError:
             pass
         except BaseException:
-            owner.fail(traceback.format_exc())
+            for each in owners:
+                each.fail(traceback.format_exc())
 
     threading.stack_size(512 * 1024)
-    copier = threading.Thread(target=copy, daemon=True)
-    copier.start()
+    copiers = [threading.Thread(target=copy, args=(owner,), daemon=True) for owner in owners]
     threads = [
-        threading.Thread(target=work, args=(thread,), daemon=True) for thread in range(options.threads)
+        threading.Thread(target=work, args=(owner, thread), daemon=True)
+        for owner in owners
+        for thread in range(options.threads)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    owner.copies.put(None)
-    assert not owner.faults, "\n".join(owner.faults[:4])
-    assert all(arrivals == 0 for arrivals, _ in owner.named.values()), owner.named
+    for owner in owners:
+        owner.cluster = owners
+    for each in (*copiers, *threads):
+        each.start()
+    for each in threads:
+        each.join()
+    for owner in owners:
+        owner.copies.put(None)
+        assert not owner.faults, "\n".join(owner.faults[:4])
+        assert all(arrivals == 0 for arrivals, _ in owner.named.values()), owner.named

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,11 @@ from numba_ddtree import DraftTree, TreeAttention
 from numba_ddtree import transfer as transfer_module
 from numba_ddtree.arrays import DeviceView, c_strides
 from numba_ddtree.tree import TREE_DTYPES, tree_shapes
-from numba_ddtree.tree_attention import calls, kernels, plan, tail, verify
+from numba_ddtree.tree_attention import calls, kernels, plan, plan_memory, tail, verify
 from numba_ddtree.tree_attention.work import SplitPlan, Work
 
 B, N, H, P = 2, 9, 3, 5000
+FIRST_ITEMS = "first items"  # in place of the kernel's name
 
 
 def view(
@@ -52,6 +54,33 @@ class MadeUpDevice:
         return launch
 
 
+class Owner:
+    """What memory belongs to."""
+
+
+@dataclass(eq=False)
+class NotedLaunch:
+    """A launch that only says on which stream it was made."""
+
+    arguments: list[Any]
+    streams: list[Any]
+    device_id: int | None = None
+
+    def launch(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+@dataclass
+class NotingKernel:
+    """Prepares launches that are noted."""
+
+    prepared: list[NotedLaunch]
+
+    def prepare(self, blocks: int, *given: Any, shared_bytes: int = 0) -> NotedLaunch:
+        self.prepared.append(NotedLaunch(list(given), []))
+        return self.prepared[-1]
+
+
 def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
     """Put a made-up device in the place of CUDA's, where plans and calls of tree attention look for one."""
     made_up = MadeUpDevice()
@@ -61,11 +90,13 @@ def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
         synchronize=lambda: None,
         gpus=[0],
         get_current_device=lambda: SimpleNamespace(id=0, compute_capability=made_up.capability),
+        to_device=lambda array: view(2 << 30, array.shape, array.dtype),
     )
     for module in (transfer_module, plan, verify, tail):
         monkeypatch.setattr(module, "require_device", lambda: None)
+    for module in (transfer_module, plan, plan_memory, verify, tail):
         monkeypatch.setattr(module, "device_context", lambda _: nullcontext())
-    for module in (plan, kernels):
+    for module in (plan, plan_memory, kernels):
         monkeypatch.setattr(module, "cuda", target)
     monkeypatch.setattr(kernels, "shared_memory_limit", lambda: made_up.shared_limit)
     monkeypatch.setattr(transfer_module, "_empty", lambda _: empty)
@@ -74,6 +105,7 @@ def make_up_device(monkeypatch: pytest.MonkeyPatch) -> MadeUpDevice:
     monkeypatch.setattr(calls, "_nothing", lambda _: (nothing, no_rows, no_word))
     for module in (plan, calls):
         monkeypatch.setattr(module, "launcher_of", made_up.launcher_of)
+    monkeypatch.setattr(plan, "first_items_launcher", lambda: made_up.launcher_of(FIRST_ITEMS))
     return made_up
 
 
@@ -102,6 +134,20 @@ def arguments(paging: str | None = None, dtype: Any = bfloat16, pages: int = 200
     elif paging == "kv_indptr":
         given |= {"kv_indptr": view(1024, (B + 1,), np.int32), "kv_indices": view(2048, (170,), np.int32)}
     return given
+
+
+def given_arrays() -> dict[str, Any]:
+    """Make good arguments of a run, outputs among them, all arrays of which have owners."""
+
+    def owned(array: DeviceView) -> DeviceView:
+        return replace(array, owner=Owner())
+
+    given = arguments("block_table")
+    given["out"] = view(5 << 32, (B, N, H, 512), bfloat16)
+    given["lse"] = view(6 << 32, (B, N, H), np.float32)
+    tree = given["tree"]
+    given["tree"] = replace(tree, **{name: owned(array) for name, array in tree.arrays().items()})
+    return {name: owned(value) if isinstance(value, DeviceView) else value for name, value in given.items()}
 
 
 def planned(**changed: Any) -> TreeAttention:

@@ -5,25 +5,30 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from attention_checks import (
-    CacheInputs,
-    arguments_of,
-    assert_accurate,
-    make_inputs,
-    plan_for,
-    same_bits,
-)
+from attention_checks import CacheInputs, assert_accurate, make_inputs, plan_for
+from attention_runs import Run, assert_same
 from kernel_checks import Library, numba_library
 from libraries import cupy_library, side_stream, torch_library
-from made_up_device import B, H, MadeUpDevice, N, arguments, make_up_device, planned, view
+from made_up_device import (
+    B,
+    H,
+    MadeUpDevice,
+    N,
+    NotedLaunch,
+    NotingKernel,
+    Owner,
+    given_arrays,
+    make_up_device,
+    planned,
+    view,
+)
 from ml_dtypes import bfloat16
-from numpy.typing import NDArray
 
 from numba_ddtree import ArgumentError, DraftTree, TreeAttention
 from numba_ddtree.array_keys import array_key
@@ -43,33 +48,6 @@ ELSEWHERE = 1 << 44
 
 
 # Without a device.
-
-
-class Owner:
-    """What memory belongs to."""
-
-
-@dataclass(eq=False)
-class NotedLaunch:
-    """A launch that only says on which stream it was made."""
-
-    arguments: list[Any]
-    streams: list[Any]
-    device_id: int | None = None
-
-    def launch(self, stream: Any) -> None:
-        self.streams.append(stream)
-
-
-@dataclass
-class NotingKernel:
-    """Prepares launches that are noted."""
-
-    prepared: list[NotedLaunch]
-
-    def prepare(self, blocks: int, *given: Any, shared_bytes: int = 0) -> NotedLaunch:
-        self.prepared.append(NotedLaunch(list(given), []))
-        return self.prepared[-1]
 
 
 @pytest.fixture
@@ -92,20 +70,6 @@ def prepared(device: MadeUpDevice, monkeypatch: pytest.MonkeyPatch) -> list[Note
     for module in (plan, calls):
         monkeypatch.setattr(module, "launcher_of", lambda _: launch)
     return kernel.prepared
-
-
-def given_arrays() -> dict[str, Any]:
-    """Make good arguments of a run, all arrays of which have owners."""
-
-    def owned(array: DeviceView) -> DeviceView:
-        return replace(array, owner=Owner())
-
-    given = arguments("block_table")
-    given["out"] = view(5 << 32, (B, N, H, 512), bfloat16)
-    given["lse"] = view(6 << 32, (B, N, H), np.float32)
-    tree = given["tree"]
-    given["tree"] = replace(tree, **{name: owned(array) for name, array in tree.arrays().items()})
-    return {name: owned(value) if isinstance(value, DeviceView) else value for name, value in given.items()}
 
 
 def key_of(given: dict[str, Any]) -> Any:
@@ -401,60 +365,6 @@ def inputs_for(kernel: str, rng: np.random.Generator, **changed: Any) -> CacheIn
 def plan_of(library: Library, inputs: CacheInputs, kernel: str) -> TreeAttention:
     splits = {} if kernel == "shared_scores" else {"split_keys": 128}
     return plan_for(library, inputs, kernel=kernel, **splits)
-
-
-class Run:
-    """A run's arguments on a device, with outputs that are poisoned before each run."""
-
-    def __init__(self, library: Library, inputs: CacheInputs) -> None:
-        self.library = library
-        self.given = arguments_of(library, inputs, is_fused=False)
-        shape, dtype = (*inputs.queries.shape[:3], inputs.latent), inputs.queries.dtype
-        self._poison = {
-            "out": library.put(np.full(shape, 7, dtype)),
-            "lse": library.put(np.full(shape[:3], 7, np.float32)),
-        }
-        self.outputs = {name: library.put(library.get(array)) for name, array in self._poison.items()}
-
-    def __call__(self, made: TreeAttention, **options: Any) -> list[NDArray[Any]]:
-        """Run, and give the results on the host."""
-        for name, array in self.outputs.items():
-            put(array, self._poison[name])
-        cuda.synchronize()
-        out, lse = made.run(**self.given, **self.outputs, **options)
-        assert out is self.outputs["out"]
-        assert lse is self.outputs["lse"]
-        cuda.synchronize()
-        return self.results()
-
-    def results(self) -> list[NDArray[Any]]:
-        return [self.library.get(self.outputs[name]) for name in ("out", "lse")]
-
-    def fill_from(self, other: Run) -> None:
-        """Put another run's content into this one's memory."""
-        for name, array in self.given.items():
-            if name == "tree":
-                for part, target in array.arrays().items():
-                    put(target, getattr(other.given["tree"], part))
-            elif name != "sm_scale":
-                put(array, other.given[name])
-
-
-def put(target: Any, source: Any) -> None:
-    """Copy the bytes of a contiguous array to another of the same library."""
-    if hasattr(target, "copy_to_device"):
-        target.copy_to_device(source)
-    elif hasattr(target, "copy_"):
-        import torch
-
-        target.view(torch.uint8).copy_(source.view(torch.uint8))
-    else:
-        target.view(np.uint8)[...] = source.view(np.uint8)
-
-
-def assert_same(got: list[NDArray[Any]], want: list[NDArray[Any]]) -> None:
-    for each, array in zip(got, want, strict=True):
-        assert same_bits(each[..., None], array[..., None]).all()
 
 
 @pytest.fixture

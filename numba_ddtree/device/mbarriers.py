@@ -18,17 +18,10 @@ from numba_ddtree.cuda_target import SIMULATED
 if not SIMULATED:
     from numba.core import types
 
-    from numba_ddtree.device.ptx import FLOAT, LONG, VOID, WORD, assemble, intrinsic
+    from numba_ddtree.device.ptx import FLOAT, LONG, WORD, assemble, effect, intrinsic
 
     BARRIER_BYTES = 8
     _WAIT = "W: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @done bra D; bra W;"
-
-    def _effect(code: str, constraints: str, *argument_types: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            assemble(builder, VOID, args, code, constraints)
-            return context.get_dummy_value()
-
-        return types.void(*argument_types), generate
 
     @intrinsic
     def fresh_shared_address_of(typing_context: Any, array: Any) -> Any:
@@ -80,39 +73,39 @@ if not SIMULATED:
     @intrinsic
     def store_shared_float(typing_context: Any, address: Any, value: Any) -> Any:
         """Write a float32 at an address of shared memory: ``st.shared.f32``."""
-        return _effect("st.shared.f32 [$0], $1;", "r,f", types.uint32, types.float32)
+        return effect("st.shared.f32 [$0], $1;", "r,f", types.uint32, types.float32)
 
     @intrinsic
     def start_barrier(typing_context: Any, barrier: Any, arrivals: Any) -> Any:
         """Make a barrier of so many arrivals a phase: ``mbarrier.init.shared::cta.b64``."""
-        return _effect("mbarrier.init.shared::cta.b64 [$0], $1;", "r,r", types.uint32, types.uint32)
+        return effect("mbarrier.init.shared::cta.b64 [$0], $1;", "r,r", types.uint32, types.uint32)
 
     @intrinsic
     def publish_barriers(typing_context: Any) -> Any:
         """Make new barriers known to copies: ``fence.mbarrier_init.release.cluster``."""
-        return _effect("fence.mbarrier_init.release.cluster;", "")
+        return effect("fence.mbarrier_init.release.cluster;", "")
 
     @intrinsic
     def arrive(typing_context: Any, barrier: Any) -> Any:
         """Arrive once: ``mbarrier.arrive.shared::cta.b64``; what this thread did before is done."""
-        return _effect("mbarrier.arrive.shared::cta.b64 _, [$0];", "r", types.uint32)
+        return effect("mbarrier.arrive.shared::cta.b64 _, [$0];", "r", types.uint32)
 
     @intrinsic
     def arrive_and_expect(typing_context: Any, barrier: Any, size: Any) -> Any:
         """Arrive, and wait with the phase's end for so many bytes: ``mbarrier.arrive.expect_tx``."""
         code = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
-        return _effect(code, "r,r", types.uint32, types.uint32)
+        return effect(code, "r,r", types.uint32, types.uint32)
 
     @intrinsic
     def arrive_after_copies(typing_context: Any, barrier: Any) -> Any:
         """Arrive when this thread's `copy_async` so far are done: ``cp.async.mbarrier.arrive.noinc``."""
-        return _effect("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r", types.uint32)
+        return effect("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r", types.uint32)
 
     @intrinsic
     def wait_for(typing_context: Any, barrier: Any, parity: Any) -> Any:
         """Wait for the end of a phase: ``mbarrier.try_wait.parity.shared::cta.b64``."""
         code = f"{{ .reg .pred done; {_WAIT} D: }}"
-        return _effect(code, "r,r", types.uint32, types.uint32)
+        return effect(code, "r,r", types.uint32, types.uint32)
 
     @intrinsic
     def wait_for_copies_if(typing_context: Any, barrier: Any, parity: Any, is_wanted: Any) -> Any:
@@ -122,12 +115,12 @@ if not SIMULATED:
             f"{{ .reg .pred done; setp.eq.u32 done, $2, 0; @done bra D; {wait} "
             "F: fence.proxy.async.shared::cta; D: }"
         )
-        return _effect(code, "r,r,r", types.uint32, types.uint32, types.uint32)
+        return effect(code, "r,r,r", types.uint32, types.uint32, types.uint32)
 
     @intrinsic
     def fence_async_proxy(typing_context: Any) -> Any:
         """Let `wgmma` and tensor copies see shared memory as this thread does: ``fence.proxy.async``."""
-        return _effect("fence.proxy.async.shared::cta;", "")
+        return effect("fence.proxy.async.shared::cta;", "")
 
     def make_handover(name: int, threads: int) -> tuple[Any, Any]:
         """Make the two sides of barrier `name` (1 to 15), at which so many threads meet, whole warps.
@@ -143,12 +136,12 @@ if not SIMULATED:
         @intrinsic
         def announce(typing_context: Any) -> Any:
             """Arrive at a named barrier without waiting: ``bar.arrive``."""
-            return _effect(f"bar.arrive {name}, {threads};", "")
+            return effect(f"bar.arrive {name}, {threads};", "")
 
         @intrinsic
         def await_announced(typing_context: Any) -> Any:
             """Wait at a named barrier: ``bar.sync``."""
-            return _effect(f"bar.sync {name}, {threads};", "")
+            return effect(f"bar.sync {name}, {threads};", "")
 
         return announce, await_announced
 
@@ -158,6 +151,6 @@ if not SIMULATED:
         @intrinsic
         def limit_registers(typing_context: Any) -> Any:
             """Give registers back, or wait for them: ``setmaxnreg.sync.aligned.u32``; all four warps call."""
-            return _effect(f"setmaxnreg.{change}.sync.aligned.u32 {count};", "")
+            return effect(f"setmaxnreg.{change}.sync.aligned.u32 {count};", "")
 
         return limit_registers

@@ -56,7 +56,9 @@ if not SIMULATED:
             terms = [*reduced, *terms[2 * len(reduced) :]]
         return terms[0]
 
-    def _effect(code: str, constraints: str, *argument_types: Any) -> Any:
+    def effect(code: str, constraints: str, *argument_types: Any) -> Any:
+        """Return an intrinsic's type and code, of one that returns nothing."""
+
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             assemble(builder, VOID, args, code, constraints)
             return context.get_dummy_value()
@@ -109,48 +111,54 @@ if not SIMULATED:
         in shared and uint64 in global memory, are multiples of 16. The copy bypasses L1.
         """
         code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
-        return _effect(code, "r,l,r", types.uint32, types.uint64, types.uint32)
+        return effect(code, "r,l,r", types.uint32, types.uint64, types.uint32)
 
     @intrinsic
     def close_copies(typing_context: Any) -> Any:
         """Make a group of this thread's copies since the last group: ``cp.async.commit_group``."""
-        return _effect("cp.async.commit_group;", "")
+        return effect("cp.async.commit_group;", "")
 
     @intrinsic
     def wait_for_copies(typing_context: Any) -> Any:
         """Wait for all of this thread's groups of copies: ``cp.async.wait_group 0``."""
-        return _effect("cp.async.wait_group 0;", "")
+        return effect("cp.async.wait_group 0;", "")
 
     @intrinsic
     def wait_for_all_copies_but_one(typing_context: Any) -> Any:
         """Wait until only the newest of this thread's groups is under way: ``cp.async.wait_group 1``."""
-        return _effect("cp.async.wait_group 1;", "")
+        return effect("cp.async.wait_group 1;", "")
 
     @intrinsic
     def named_barrier(typing_context: Any, name: Any, threads: Any) -> Any:
         """Wait at barrier `name` (1 to 15) for so many threads, whole warps: ``bar.sync``."""
-        return _effect("bar.sync $0, $1;", "r,r", types.uint32, types.uint32)
+        return effect("bar.sync $0, $1;", "r,r", types.uint32, types.uint32)
 
     @intrinsic
     def named_arrival(typing_context: Any, name: Any, threads: Any) -> Any:
         """Arrive at barrier `name` without waiting; so many threads wait or arrive: ``bar.arrive``."""
-        return _effect("bar.arrive $0, $1;", "r,r", types.uint32, types.uint32)
+        return effect("bar.arrive $0, $1;", "r,r", types.uint32, types.uint32)
 
     @intrinsic
     def store_shared_word(typing_context: Any, shared: Any, word: Any) -> Any:
         """Write a word (uint32) at an address of shared memory: ``st.shared.b32``."""
-        return _effect("st.shared.b32 [$0], $1;", "r,r", types.uint32, types.uint32)
+        return effect("st.shared.b32 [$0], $1;", "r,r", types.uint32, types.uint32)
 
     @intrinsic
     def store_word(typing_context: Any, address: Any, word: Any) -> Any:
         """Write a word (uint32) at an address of global memory: ``st.global.b32``."""
-        return _effect("st.global.b32 [$0], $1;", "l,r", types.uint64, types.uint32)
+        return effect("st.global.b32 [$0], $1;", "l,r", types.uint64, types.uint32)
+
+    @intrinsic
+    def store_four_words(typing_context: Any, address: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        """Write four words (uint32) at a multiple of 16 in global memory: ``st.global.v4.b32``."""
+        code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+        return effect(code, "l,r,r,r,r", types.uint64, *[types.uint32] * 4)
 
     @intrinsic
     def store_float_pair(typing_context: Any, address: Any, first: Any, second: Any) -> Any:
         """Write two float32 at an address (a multiple of 8) of global memory: ``st.global.v2.f32``."""
         code = "st.global.v2.f32 [$0], {$1, $2};"
-        return _effect(code, "l,f,f", types.uint64, types.float32, types.float32)
+        return effect(code, "l,f,f", types.uint64, types.float32, types.float32)
 
     @intrinsic
     def exp2(typing_context: Any, value: Any) -> Any:

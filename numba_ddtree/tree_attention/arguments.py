@@ -86,7 +86,7 @@ class Arguments:
     @property
     def is_paged(self) -> bool:
         """Whether there is a page table."""
-        return any(self.views[name] is not None for name in PAGING)
+        return _has_pages(self.views)
 
     @property
     def page_size(self) -> int | None:
@@ -146,8 +146,60 @@ def gather_arguments(
         **arrays_of("tree", tree, DraftTree),
     )
     sm_scale = check_scalar("sm_scale", sm_scale)
-    values = placement.on_host or validate
+    _check_tree(views, tree, placement.on_host or validate)
+    return _checked(placement, views, sm_scale, tree)
+
+
+def gather_keys(
+    ckv_cache: Array,
+    kpe_cache: Array,
+    tree: DraftTree,
+    *,
+    heads: int,
+    prefix_lengths: Array | None,
+    block_table: Array | None,
+    kv_indptr: Array | None,
+    kv_indices: Array | None,
+) -> Arguments:
+    """Check the arguments of a call that has no queries yet, of which it will have so many `heads`.
+
+    Queries are of the caches' dtype and widths, and lie where the latent cache does.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    placement, views = gather(
+        ckv_cache=ckv_cache,
+        kpe_cache=kpe_cache,
+        prefix_lengths=prefix_lengths,
+        block_table=block_table,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        **arrays_of("tree", tree, DraftTree),
+    )
+    _check_tree(views, tree, placement.on_host)
+    for name, cache, label in (("q_nope", "ckv_cache", "D_CKV"), ("q_pe", "kpe_cache", "D_KPE")):
+        rows = ("pages", "page_size") if _has_pages(views) else ("B", "S")
+        check_array(cache, _any_layout(views[cache]), FLOAT_DTYPES, **dict.fromkeys((*rows, label)))
+        shape = (*views["parents"].shape, heads, views[cache].shape[2])
+        views[name] = _queries_like(views["ckv_cache"], shape)
+    return _checked(placement, views, 1.0, tree)
+
+
+def _queries_like(cache: Any, shape: tuple[int, ...]) -> Any:
+    """Return what looks like queries of a cache's dtype, to be checked and not to be read."""
+    if not isinstance(cache, DeviceView):
+        return np.broadcast_to(np.zeros((), cache.dtype), shape)
+    return replace(cache, shape=shape, strides=c_strides(shape, cache.dtype.itemsize))
+
+
+def _check_tree(views: dict[str, Any], tree: DraftTree, values: bool) -> None:
     check_tree({name: views[name] for name in tree.arrays()}, max_depth=tree.max_depth, values=values)
+
+
+def _checked(placement: Placement, views: dict[str, Any], sm_scale: float, tree: DraftTree) -> Arguments:
+    """Check all that fits to a tree that is one."""
     batch = int(views["parents"].shape[0])
     views |= check_page_table({name: views[name] for name in PAGING}, batch)
     _check_shapes(views)
@@ -162,11 +214,14 @@ def _check_shapes(views: dict[str, Any]) -> None:
     dtype = (views["q_nope"].dtype.type,)
     heads, latent = views["q_nope"].shape[2:]
     check_array("q_pe", _any_layout(views["q_pe"]), dtype, B=batch, N=slots, H=heads, D_KPE=None)
-    is_paged = any(views[name] is not None for name in PAGING)
-    rows = {"pages": None, "page_size": None} if is_paged else {"B": batch, "S": None}
+    rows = {"pages": None, "page_size": None} if _has_pages(views) else {"B": batch, "S": None}
     check_array("ckv_cache", _any_layout(views["ckv_cache"]), dtype, **rows, D_CKV=latent)
     rows = dict(zip(rows, views["ckv_cache"].shape, strict=False))
     check_array("kpe_cache", _any_layout(views["kpe_cache"]), dtype, **rows, D_KPE=views["q_pe"].shape[3])
+
+
+def _has_pages(views: dict[str, Any]) -> bool:
+    return any(views[name] is not None for name in PAGING)
 
 
 def _any_layout(view: Any) -> Any:
@@ -184,10 +239,13 @@ def check_contiguous(views: dict[str, Any]) -> None:
         check_array(name, view, (view.dtype.type,), **sizes)
 
 
-def check_tensor_core_widths(given: Arguments) -> None:
-    """Check the widths that the kernels of tensor cores are made for; the reference takes any."""
-    for name, label, width in (("q_nope", "D_CKV", LATENT), ("q_pe", "D_KPE", ROPE)):
-        if (found := given.views[name].shape[3]) != width:
+def check_tensor_core_widths(given: Arguments, latent: str = "q_nope", rope: str = "q_pe") -> None:
+    """Check the widths that the kernels of tensor cores are made for, of the arrays of those names.
+
+    The reference takes any.
+    """
+    for name, label, width in ((latent, "D_CKV", LATENT), (rope, "D_KPE", ROPE)):
+        if (found := given.views[name].shape[-1]) != width:
             expected = f"{label} = {width}, the width that the kernels of tensor cores are made for"
             raise ArgumentError(name, f"{label} = {found}", expected)
 

@@ -129,8 +129,11 @@ def run_tensor_cores(
     *,
     sees_prefix: bool = True,
     memory: dict[str, Any] | None = None,
+    first_items: Any = None,
 ) -> tuple[Array, Array]:
     """Run a kernel of tensor cores; `memory` has a plan's arrays for partial results, if there is one.
+
+    And `first_items` those that were found before.
 
     Raises
     ------
@@ -139,7 +142,8 @@ def run_tensor_cores(
     """
     with Transfer(given.placement, stream) as transfer:
         work = make_work(given, transfer, out_dtype, out, lse, sees_prefix)
-        launcher_of(kernel)(transfer, work, split_plan(sizes, given.placement, transfer, memory))
+        splits = split_plan(sizes, given.placement, transfer, memory, first_items)
+        launcher_of(kernel)(transfer, work, splits)
         results = transfer.results()
         return results["out"], results["lse"]
 
@@ -182,7 +186,11 @@ def make_work(
 
 
 def split_plan(
-    sizes: SplitSizes, placement: Placement, transfer: Transfer, memory: dict[str, Any] | None
+    sizes: SplitSizes,
+    placement: Placement,
+    transfer: Transfer,
+    memory: dict[str, Any] | None,
+    first_items: Any = None,
 ) -> SplitPlan:
     """Return sizes with memory: a plan's, or what this call allocates."""
     fields = sizes.fields()["splits"]
@@ -197,6 +205,7 @@ def split_plan(
         partial_sums=memory.get("partial_sums", nothing),
         first_rows=memory.get("first_rows", no_rows),
         num_rest=memory.get("num_rest", no_word),
+        first_items=transfer.input(first_items),
     )
 
 

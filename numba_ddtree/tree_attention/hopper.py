@@ -39,6 +39,16 @@ from numba_ddtree.tree_attention.hopper_items import is_scheduler, schedule
 from numba_ddtree.tree_attention.hopper_loads import load_first_queries, load_keys, load_queries
 from numba_ddtree.tree_attention.hopper_merge import merge_rest
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
+from numba_ddtree.tree_attention.hopper_pairs import (
+    LEFT,
+    PEER_BYTES,
+    RIGHT,
+    is_paired,
+    keep_sums,
+    make_pair_routines,
+    send_sums,
+    tell_peer_that_queries_are_done,
+)
 from numba_ddtree.tree_attention.hopper_scores import (
     factor_of,
     grown,
@@ -66,6 +76,8 @@ from numba_ddtree.tree_attention.hopper_state import (
     LATENT_CHUNKS,
     LEFT_FREE,
     ORIGINS,
+    PEER_DATA,
+    PEER_READY,
     QUERIES_AT,
     QUERIES_FREE,
     QUERIES_FULL,
@@ -77,6 +89,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     ROUNDED,
     ROWS,
     SEEN,
+    SHARED,
     SHARED_BYTES,
     STATE_AT,
     STREAM,
@@ -103,8 +116,10 @@ from numba_ddtree.tree_attention.unused_rows import fill_unused_rows
 from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS, SplitPlan, Work
 
 if not SIMULATED:
+    from numba_ddtree.device.clusters import arrive_at_cluster
     from numba_ddtree.device.mbarriers import (
         arrive,
+        arrive_and_expect,
         fence_async_proxy,
         fresh_lane,
         fresh_shared_address_of,
@@ -149,6 +164,7 @@ if not SIMULATED:
 
 ARCHITECTURE = "sm_90a"
 THREADS = block_threads(384)
+CLUSTER_BLOCKS = 2
 
 
 def no_kernel(name: str) -> Any:
@@ -169,6 +185,12 @@ def item_places(base, number):  # type: ignore[no-untyped-def]
         uint32(base + uint32(4 * ITEMS) + place * uint32(4 * ITEM_WORDS)),
         uint32(base + uint32(4 * SEEN) + place * uint32(4 * TILE_ROWS)),
     )
+
+
+@device_routine
+def pairs_for_sure(item):  # type: ignore[no-untyped-def]
+    """Pairs (int32) that an item has at least, before they are counted: those of its shared blocks."""
+    return int32(max(int32(1), int32(uint32(word_at(item, SHARED)) >> uint32(1))))
 
 
 @device_routine
@@ -213,6 +235,8 @@ def make_kernel(number: str, name: str) -> Any:
     add_values = make_product(number, 256, [(2 * j, 128 * j) for j in range(4)], has_right_by_columns=True)
     pack_weights, sums_of_words = make_pack_tile(f"{number}x2"), make_word_sums(f"{number}x2")
     store_partial, store_outputs = make_output_stores(number)
+    part_left, finish_left = make_pair_routines(number, LEFT)
+    part_right, finish_right = make_pair_routines(number, RIGHT)
 
     @device_routine
     def begin_scores(full, gathered, record, phase, turns, rotary, queries, keys):  # type: ignore[no-untyped-def]
@@ -290,7 +314,7 @@ def make_kernel(number: str, name: str) -> Any:
 
     @device_routine
     def attend_left(  # type: ignore[no-untyped-def]
-        s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials, out, form,
+        s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials, out, lse, form,
     ):  # fmt: skip
         """Score the first block of each pair, and keep the left half of the outputs."""
         left_scale = scale if scale > float32(0) else float32(1)
@@ -316,15 +340,16 @@ def make_kernel(number: str, name: str) -> Any:
             )
             output, is_continued = no_output(), uint32(0)
             origins = float32(-np.inf), float32(-np.inf)
-            pair, pairs = int32(0), int32(1)
+            pair, pairs = int32(0), pairs_for_sure(item)
             while pair < pairs:
                 scores, gathers, kind = begin_scores(
                     full, gathered, record, turn, gathers, rotary, queries, keys
                 )
                 announce_s0()
                 await_p0_free()
-                if pair == 0:
+                if pair == pairs - int32(1):
                     pairs = count_pairs(barriers, item, number)
+                if pair == 0:
                     set_pair(base, TOTALS, row, quad, (float32(0), float32(0)))
                     cuda.syncwarp()
                 scores = wait_for_all_products(scores)
@@ -333,6 +358,7 @@ def make_kernel(number: str, name: str) -> Any:
                     arrive(uint32(barriers + uint32(8 * ROTARY_FREE)))
                     if pair == pairs - int32(1):
                         arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
+                        tell_peer_that_queries_are_done(base, item)
                 limits = limits_of(origins, pair_at(base, TOTALS, row))
                 powers, new_0, new_1 = weigh(scores, left_scale, origins, limits)
                 words = pack_weights(powers)
@@ -379,8 +405,12 @@ def make_kernel(number: str, name: str) -> Any:
             if is_wanted:
                 rotary = rotary_words(next_item, q_pe, pe_stride)
             is_stored = store_partial(output, item, 0, partials)
+            if is_paired(item):
+                part_left(fresh_shared_address_of(s_words), item, output)
             await_outcomes()
-            if not is_stored:
+            if is_paired(item):
+                finish_left(fresh_shared_address_of(s_words), item, out, lse, form)
+            elif not is_stored:
                 chunk = uint32(base + uint32(WEIGHTS_AT))
                 store_outputs(output, base, chunk, item, 0, out, form, partials)
             cuda.syncwarp()
@@ -420,7 +450,7 @@ def make_kernel(number: str, name: str) -> Any:
             new_0, new_1 = float32(-np.inf), float32(-np.inf)
             nothing = float32(0), float32(0)
             totals, rounded, added, last = nothing, nothing, nothing, nothing
-            pair, pairs = int32(0), int32(1)
+            pair, pairs = int32(0), pairs_for_sure(item)
             while pair < pairs:
                 await_s0()
                 if pair > 0:
@@ -429,7 +459,7 @@ def make_kernel(number: str, name: str) -> Any:
                     full, gathered, record, turn, gathers, rotary, queries, keys
                 )
                 announce_s1()
-                if pair == 0:
+                if pair == pairs - int32(1):
                     pairs = count_pairs(barriers, item, number)
                 await_p0()
                 origins, totals = pair_at(base, ORIGINS, row), pair_at(base, TOTALS, row)
@@ -459,6 +489,7 @@ def make_kernel(number: str, name: str) -> Any:
                     arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
                     if pair == pairs - int32(1):
                         arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
+                        tell_peer_that_queries_are_done(base, item)
                 last = factor_of(origins[0], new_0), factor_of(origins[1], new_1)
                 totals = grown(totals, last, sums_of_quad(row_sums(powers)))
                 set_pair(base, TOTALS, row, quad, totals)
@@ -483,7 +514,9 @@ def make_kernel(number: str, name: str) -> Any:
             rounded = grown_by_pair(rounded, base, row, last, added)
             if word_at(item, FAULT) != 0:
                 totals = rounded = float32(np.nan), float32(np.nan)
-            if quad == uint32(0):
+            if is_paired(item):
+                keep_sums(base, row, quad, totals, rounded)
+            elif quad == uint32(0):
                 below = uint32(row + uint32(8))
                 share_outcome(base, item, seen, row, new_0, totals[0], rounded[0], partial_sums, lse)
                 share_outcome(base, item, seen, below, new_1, totals[1], rounded[1], partial_sums, lse)
@@ -498,7 +531,11 @@ def make_kernel(number: str, name: str) -> Any:
             is_wanted = word_at(next_item, REQUEST) >= 0
             if is_wanted:
                 rotary = rotary_words(next_item, q_pe, pe_stride)
-            if not is_stored:
+            if is_paired(item):
+                send_sums(fresh_shared_address_of(s_words))
+                part_right(fresh_shared_address_of(s_words), item, output)
+                finish_right(fresh_shared_address_of(s_words), item, out, lse, form)
+            elif not is_stored:
                 chunk = uint32(base + uint32(WEIGHTS_AT + CHUNK_BYTES))
                 store_outputs(output, base, chunk, item, LATENT // 2, out, form, partials)
             cuda.syncwarp()
@@ -536,6 +573,7 @@ def make_kernel(number: str, name: str) -> Any:
         maps,  # uint64: address of the tensor maps of latent and rotary rows
         in_boxes,  # int32: whether there are maps
         bands,  # int32: whether the rest may be cut into bands
+        first_items,  # int32 [workers * ITEM_WORDS], or empty: see `hopper_first_items`
         sees_prefix,  # int32: whether nodes see the prefix
         scale,  # float32: of the scores, to base 2
         partials,  # float32 [rows, LATENT]
@@ -569,15 +607,46 @@ def make_kernel(number: str, name: str) -> Any:
                 start_barrier(uint32(barriers + uint32(8) * (uint32(ITEM_FREE) + uint32(place))), uint32(11))
             for place in range(uint32(6)):
                 start_barrier(uint32(barriers + uint32(8) * (uint32(ROTARY_FREE) + uint32(place))), uint32(4))
+            start_barrier(uint32(barriers + uint32(8 * PEER_READY)), uint32(CONSUMING_WARPS))
+            start_barrier(uint32(barriers + uint32(8 * PEER_DATA)), uint32(1))
             publish_barriers()
+            arrive_and_expect(uint32(barriers + uint32(8 * PEER_DATA)), uint32(PEER_BYTES))
         cuda.syncthreads()
+        arrive_at_cluster()
         if warp >= uint32(8):
             lower_registers()
             if warp >= uint32(10):  # one finds items, and the other goes ahead of it
-                if bands != 0:
-                    schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, True)
+                if first_items.shape[0] > 0:
+                    schedule(
+                        s_words, keys, tree, share, max_keys, sees_prefix, first_rows, first_items,
+                        bands != 0, True,
+                    )  # fmt: skip
+                elif bands != 0:
+                    schedule(
+                        s_words,
+                        keys,
+                        tree,
+                        share,
+                        max_keys,
+                        sees_prefix,
+                        first_rows,
+                        first_items,
+                        True,
+                        False,
+                    )
                 else:
-                    schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, False)
+                    schedule(
+                        s_words,
+                        keys,
+                        tree,
+                        share,
+                        max_keys,
+                        sees_prefix,
+                        first_rows,
+                        first_items,
+                        False,
+                        False,
+                    )
                 if not is_scheduler():
                     load_queries(s_words, q_nope, nope_stride)
                     fill_unused_rows(tree, keys, max_keys, out, lse, form, cuda.blockIdx.x, workers)
@@ -590,7 +659,7 @@ def make_kernel(number: str, name: str) -> Any:
             if warp < uint32(4):
                 attend_left(
                     s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials,
-                    out, form,
+                    out, lse, form,
                 )  # fmt: skip
             else:
                 attend_right(
@@ -605,7 +674,7 @@ def make_kernel(number: str, name: str) -> Any:
 
 SIGNATURE = (
     f"void(uint64, int64, uint64, int64, {KEY_SIGNATURE}, {TREE_SIGNATURE}, {SHARE_SIGNATURE}, int32, "
-    "uint64, int32, int32, int32, float32, float32[:, ::1], float32[:, ::1], int64[::1], uint64, "
+    "uint64, int32, int32, int32[::1], int32, float32, float32[:, ::1], float32[:, ::1], int64[::1], uint64, "
     "float32[:, :, ::1], int32)"
 )
 ATTEND_BFLOAT16 = Kernel(
@@ -614,6 +683,7 @@ ATTEND_BFLOAT16 = Kernel(
     THREADS,
     architecture=ARCHITECTURE,
     is_cooperative=True,
+    cluster_blocks=CLUSTER_BLOCKS,
 )
 ATTEND_FLOAT16 = Kernel(
     make_kernel("f16", "hopper_float16_kernel"),
@@ -621,13 +691,19 @@ ATTEND_FLOAT16 = Kernel(
     THREADS,
     architecture=ARCHITECTURE,
     is_cooperative=True,
+    cluster_blocks=CLUSTER_BLOCKS,
 )
 KERNELS = {"bfloat16": ATTEND_BFLOAT16, "float16": ATTEND_FLOAT16}
 
 
+def workers() -> int:
+    """Blocks of a launch on the current device: whole clusters, a block a multiprocessor."""
+    return multiprocessors() // CLUSTER_BLOCKS * CLUSTER_BLOCKS
+
+
 def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
     """Launch the kernel, which also merges what splits have come to."""
-    share = share_arguments(splits, multiprocessors())
+    share = share_arguments(splits, workers())
     in_boxes = takes_boxes(work.keys)
     maps = key_maps(work, int(cuda.get_current_device().id)) if in_boxes else 0
     transfer.launch(
@@ -637,6 +713,7 @@ def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
         np.uint64(maps),
         np.int32(in_boxes),
         may_have_bands(splits, work.tiles, int(share.workers)),
+        splits.first_items,
         np.int32(work.sees_prefix),
         scale_argument(work),
         splits.partials,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
-from numba_ddtree.device.warp import warp_max
+from numba_ddtree.device.warp import LANES, warp_ballot, warp_max
 from numba_ddtree.tree_attention.bands import find_in_band, share_out_in_bands
 from numba_ddtree.tree_attention.hopper_state import (
     FAULT,
@@ -17,12 +17,15 @@ from numba_ddtree.tree_attention.hopper_state import (
     ITEM_FULL,
     ITEM_WORDS,
     ITEMS,
+    LEFT_FREE,
     LENGTH,
     LONGEST,
     MIXED,
     NODES,
     OFFSET,
     OUTPUT_KIND,
+    PAIRED,
+    PAIRS,
     PLAIN,
     PREFIX,
     REQUEST,
@@ -38,19 +41,22 @@ from numba_ddtree.tree_attention.hopper_state import (
     SPLIT,
     STATE_AT,
     STREAM,
+    first_query,
     set_word,
     word_at,
 )
-from numba_ddtree.tree_attention.key_rows import path_length
+from numba_ddtree.tree_attention.key_rows import key_capacity, path_length
 from numba_ddtree.tree_attention.path_blocks import group_shape, nodes_of
 from numba_ddtree.tree_attention.shares import (
+    ALL_WHOLE,
     find_item,
     first_requests,
     fold_slot,
     share_out,
     splits_of_whole,
+    tiles_and_blocks,
 )
-from numba_ddtree.tree_attention.split_items import prefix_of, range_of_split, splits_of
+from numba_ddtree.tree_attention.split_items import blocks_of, prefix_of, range_of_split, splits_of
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
 if not SIMULATED:
@@ -64,6 +70,15 @@ if not SIMULATED:
     from numba_ddtree.device.ptx import fresh_thread
 
 SCHEDULER = 320  # first thread of the warp that finds items
+# What `describe_shared` writes, but for the fault that is to be found, a bit a word.
+SHARED_WORDS = sum(
+    1 << word
+    for word in (
+        REQUEST, SPLIT, FIRST_ROW, ROWS, PREFIX, SHARED_BEGIN, SHARED, LENGTH, OFFSET, ROW_LOW, ROW_HIGH,
+        SLOT_ROW, IS_FOLDED,
+    )
+)  # fmt: skip
+LONG_BLOCKS = 12  # of an item that lasts for longer than it takes to find out what else there is to do
 TOO_DEEP = 2**31  # marks the keys of a row whose path is longer than was said: of all rows then the most
 
 
@@ -148,6 +163,8 @@ def describe_paths(  # type: ignore[no-untyped-def]
             kind = int32(PLAIN)
         elif is_folded == 0 or split == 0:
             kind = int32(IN_SLOT)
+    if splits > 1 and word_at(base, SIDE) == PAIRS:
+        kind = int32(PAIRED)
     first_node, nodes = nodes_of(first_row, rows, tree.heads)
     stream = shared
     gather_begin = int32(max(int32(uint32(prefix) // uint32(KEY_BLOCK)), begin))
@@ -179,49 +196,176 @@ def is_scheduler():  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, has_bands):  # type: ignore[no-untyped-def]
+def foretell(base, keys, tree, first_items):  # type: ignore[no-untyped-def]
+    """Tell the others of the first item what `first_items` say of it, by a warp, if they say anything.
+
+    They may be of other lengths than these: that there are such keys and queries is made sure of.
+    """
+    lane = fresh_lane()
+    item = uint32(base + uint32(4 * ITEMS))
+    if lane < uint32(ITEM_WORDS):
+        set_word(item, lane, first_items[uint32(uint32(cuda.blockIdx.x) * uint32(ITEM_WORDS) + lane)])
+    cuda.syncwarp()
+    request = word_at(item, REQUEST)
+    if request < 0 or request >= tree.num_nodes.shape[0]:
+        return False
+    rows = int64(tree.num_nodes.shape[0]) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
+    rows_end = int64(first_query(item) + int64(word_at(item, ROWS)))
+    keys_end = int64(word_at(item, SHARED_BEGIN) + word_at(item, SHARED)) * int64(KEY_BLOCK)
+    if rows_end > rows or keys_end > key_capacity(keys, request):
+        return False
+    tell(uint32(base + uint32(STATE_AT)), ITEM_FULL)
+    return True
+
+
+@device_routine
+def let_first_pair_begin(base):  # type: ignore[no-untyped-def]
+    """Wait for the first values of a long item, for those that consume to get their instructions sooner."""
+    item = uint32(base + uint32(4 * ITEMS))
+    if word_at(item, SHARED) >= int32(LONG_BLOCKS):
+        wait_for(uint32(base + uint32(STATE_AT + 8 * LEFT_FREE)), uint32(0))
+
+
+@device_routine
+def is_as_foretold(base):  # type: ignore[no-untyped-def]
+    """Whether the first item, described in the second one's place, is as it was told; by a warp."""
+    lane = fresh_lane()
+    item, found = uint32(base + uint32(4 * ITEMS)), uint32(base + uint32(4 * ITEMS + 4 * ITEM_WORDS))
+    cuda.syncwarp()
+    differs = False
+    if uint32(uint32(SHARED_WORDS) >> lane) & uint32(1) != uint32(0):
+        differs = word_at(item, lane) != word_at(found, lane)
+    return warp_ballot(differs) == uint32(0)
+
+
+@device_routine
+def disown(base):  # type: ignore[no-untyped-def]
+    """Make an item that was foretold wrongly one of no rows, of whose shared blocks nothing is written."""
+    item = uint32(base + uint32(4 * ITEMS))
+    if fresh_lane() == uint32(0):
+        prefix = word_at(item, PREFIX)
+        set_word(item, ROWS, 0)
+        set_word(item, SPLIT, 1)
+        set_word(item, STREAM, word_at(item, SHARED))
+        set_word(item, LONGEST, int32(prefix + int32(1)))
+        set_word(item, GATHER_BEGIN, int32(uint32(prefix) // uint32(KEY_BLOCK)))
+        set_word(item, FIRST_NODE, 0)
+        set_word(item, NODES, 0)
+        set_word(item, OUTPUT_KIND, MIXED)
+
+
+@device_routine
+def may_be_paired(tree, keys, share, max_keys, first, whole, length, rest):  # type: ignore[no-untyped-def]
+    """Whether all tiles have two splits or one, and each a cluster of two blocks to itself; by a warp."""
+    if rest == 0 or whole != 0 or length <= 0 or int32(2) * rest > share.workers:
+        return False
+    longest, start = uint32(0), int32(0)
+    while start < int32(tree.num_nodes.shape[0]):
+        _, blocks = first
+        if start > 0:
+            _, blocks = tiles_and_blocks(tree, keys, int32(start + int32(fresh_lane())), max_keys)
+        longest = uint32(max(longest, warp_max(uint32(blocks))))
+        start = int32(start + int32(LANES))
+    return int32(longest) <= int32(2) * length
+
+
+@device_routine
+def begin_sharing(s_words, keys, tree, share, max_keys, has_bands):  # type: ignore[no-untyped-def]
+    """Share the work out: `first_requests`, tiles taken whole, blocks of a split; and `REST` and `SIDE`."""
+    first = int32(fresh_lane() == uint32(0)), int32(1)
+    if is_scheduler():
+        first = first_requests(tree, keys, max_keys)
+    side = int32(1)
+    if has_bands:
+        whole, length, rest, side = share_out_in_bands(tree, keys, share, max_keys, first)
+    else:
+        whole, length, rest = share_out(tree, keys, share, max_keys, first)
+    if may_be_paired(tree, keys, share, max_keys, first, whole, length, rest):
+        rest, side = int32(0), int32(PAIRS)
+    if is_scheduler():
+        set_word(fresh_shared_address_of(s_words), REST, rest)
+        set_word(fresh_shared_address_of(s_words), SIDE, side)
+        cuda.syncwarp()
+    return first, whole, length
+
+
+@device_routine
+def splits_are_paired(s_words):  # type: ignore[no-untyped-def]
+    """Whether the two blocks of a cluster have a tile's two splits; of the warp that goes ahead, no."""
+    return is_scheduler() and word_at(fresh_shared_address_of(s_words), SIDE) == PAIRS
+
+
+@device_routine
+def next_item(  # type: ignore[no-untyped-def]
+    s_words, keys, tree, share, max_keys, has_bands, first, whole, shared_length, index
+):  # fmt: skip
+    """Find what the worker does at an index: request, tile, split, the one after the last to be done, slot.
+
+    And blocks of a split, offset, and the worker's next index; all int32. The request is -1 at the end.
+    """
+    length = fresh_word(shared_length)
+    offset = int32(0)
+    if has_bands and length < 0 and index >= whole:
+        length, side = int32(-length), int32(1)
+        if is_scheduler():  # which wrote it; to the warp that goes ahead any will do
+            side = word_at(fresh_shared_address_of(s_words), SIDE)
+        request, tile, split, slot, offset, index = find_in_band(
+            tree, keys, share, max_keys, first, whole, length, side, index
+        )
+    else:
+        place, until, are_paired = index, whole, splits_are_paired(s_words)
+        if are_paired:
+            place, until = int32(uint32(index) >> uint32(1)), int32(ALL_WHOLE)
+        request, tile, split, slot = find_item(tree, keys, share, max_keys, 1, until, length, place, first)
+        if are_paired and request >= 0:
+            split, slot = int32(index & int32(1)), int32(0)
+            if split * length >= blocks_of(tree, request):
+                request = int32(-1)
+        index = int32(index + share.workers)
+    end = int32(split + int32(1))
+    if request >= 0 and slot < 0:
+        end, length = splits_of_whole(tree, share, request)
+        slot = fold_slot(share, 1)
+    return request, tile, split, end, slot, length, offset, index
+
+
+@device_routine
+def is_folded_in(share, slot):  # type: ignore[no-untyped-def]
+    """Whether (int32) a slot is the worker's own, in which splits are folded one after the other."""
+    return int32(slot >= int32(share.rest_tiles * share.max_splits))
+
+
+@device_routine
+def schedule(  # type: ignore[no-untyped-def]
+    s_words, keys, tree, share, max_keys, sees_prefix, first_rows, first_items, has_bands, are_foretold
+):  # fmt: skip
     """Find this block's items one after the other, and describe them for the other warps.
 
     To get instructions that come for the first time takes longer than to carry them out. So a second warp
     goes ahead: it takes the first request to have a tile, without looking, finds that, and returns, having
     written nothing. What it has come through is then at hand for the scheduler. Where there can be no bands,
     `has_bands`, a constant, keeps their code out of the way.
+
+    Where `first_items` say what the first one is, `are_foretold`, a constant, too, it is told at once, and
+    nobody goes ahead.
     """
-    first = int32(fresh_lane() == uint32(0)), int32(1)
-    if is_scheduler():
-        first = first_requests(tree, keys, max_keys)
-    side = int32(1)
-    if has_bands:
-        whole, shared_length, rest, side = share_out_in_bands(tree, keys, share, max_keys, first)
-    else:
-        whole, shared_length, rest = share_out(tree, keys, share, max_keys, first)
-    if is_scheduler():
-        set_word(fresh_shared_address_of(s_words), REST, rest)
-        set_word(fresh_shared_address_of(s_words), SIDE, side)
-        cuda.syncwarp()
+    number, is_foretold = uint32(0), False
+    if are_foretold:
+        if not is_scheduler():
+            return
+        is_foretold = foretell(fresh_shared_address_of(s_words), keys, tree, first_items)
+        number = uint32(is_foretold)
+        if is_foretold:
+            let_first_pair_begin(fresh_shared_address_of(s_words))
+    first, whole, shared_length = begin_sharing(s_words, keys, tree, share, max_keys, has_bands)
     index = int32(cuda.blockIdx.x) if is_scheduler() else int32(0)
-    number = uint32(0)
     request = int32(0)
     while request >= 0:
-        length = fresh_word(shared_length)
-        offset = int32(0)
-        if has_bands and length < 0 and index >= whole:
-            length, side = int32(-length), int32(1)
-            if is_scheduler():  # which wrote it; to the warp that goes ahead any will do
-                side = word_at(fresh_shared_address_of(s_words), SIDE)
-            request, tile, split, slot, offset, index = find_in_band(
-                tree, keys, share, max_keys, first, whole, length, side, index
-            )
-        else:
-            request, tile, split, slot = find_item(
-                tree, keys, share, max_keys, 1, whole, length, index, first
-            )
-            index = int32(index + share.workers)
-        end = int32(split + int32(1))
-        if request >= 0 and slot < 0:
-            end, length = splits_of_whole(tree, share, request)
-            slot = fold_slot(share, 1)
-        elif request >= 0 and split == 0 and fresh_thread() == uint32(SCHEDULER):
+        request, tile, split, end, slot, length, offset, index = next_item(
+            s_words, keys, tree, share, max_keys, has_bands, first, whole, shared_length, index
+        )
+        is_folded = is_folded_in(share, slot)
+        if is_folded == 0 and request >= 0 and split == 0 and fresh_thread() == uint32(SCHEDULER):
             row = int64(request) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
             first_rows[uint32(slot) // uint32(share.max_splits)] = int64(row + int64(tile * int32(TILE_ROWS)))
         while split < end:
@@ -230,7 +374,6 @@ def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, has_
             at = uint32(base + uint32(STATE_AT) + place * uint32(8))
             parity = uint32(uint32(uint32(number >> uint32(1)) & uint32(1)) ^ uint32(1))
             wait_for(uint32(at + uint32(8 * ITEM_FREE)), parity)
-            is_folded = int32(slot >= int32(share.rest_tiles * share.max_splits))  # in a slot of the worker's
             # A split that no row of the tile reaches is no item, but the first one is there to be written.
             # One with shared blocks is an item for sure: keys and queries may come while paths are counted.
             shared = describe_shared(
@@ -239,7 +382,18 @@ def schedule(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, has_
             if not is_scheduler():
                 return
             is_told, blocks = shared > 0 or request < 0, int32(1)
-            if is_told:
+            if is_foretold:
+                is_foretold = False
+                at = uint32(base + uint32(STATE_AT))
+                if is_as_foretold(base):
+                    is_told, number, place = True, uint32(0), uint32(0)
+                else:
+                    disown(base)
+                    tell(at, ITEM_COUNTED)
+                    at = uint32(at + uint32(8))
+                    if is_told:
+                        tell(at, ITEM_FULL)
+            elif is_told:
                 tell(at, ITEM_FULL)
             if request >= 0:
                 blocks = describe_paths(

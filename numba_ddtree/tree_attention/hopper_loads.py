@@ -330,13 +330,13 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
                 index = int32(index + int32(2))
                 if int32(number) == REHEARSAL:
                     break
-            if not is_counted and gathered >= shared:
+            if not is_counted and gathered >= shared and index + 2 >= shared:
                 wait_for(counted, phase)
                 is_counted, path_block = True, word_at(item, GATHER_BEGIN)
                 blocks = int32(uint32(word_at(item, STREAM) + int32(1)) & uint32(0xFFFFFFFE))
                 blocks = int32(max(int32(2), blocks))
             if gathered < blocks and not is_found:
-                # Where the rows are is found out before their buffer is free.
+                # Where the rows are is found out before their buffer is free, and the last own block's.
                 is_found = True
                 row = row_of_loader(which, lane)
                 key = int32(int32(shared_begin + gathered) * int32(KEY_BLOCK) + int32(row))

@@ -28,7 +28,8 @@ QUERIES_FULL, QUERIES_FREE = 0, 1
 KEYS_FULL = 2  # nine of each buffer: the latent chunks, the rotary one
 GATHERED, ROTARY_FREE, LEFT_FREE, RIGHT_FREE = 20, 22, 24, 26
 ITEM_FULL, ITEM_FREE, ITEM_COUNTED = 28, 30, 32
-BARRIERS = 34
+PEER_READY, PEER_DATA = 34, 35  # the other block of the cluster's: see `hopper_pairs`
+BARRIERS = 36
 
 # Words of shared memory.
 ORIGINS = STATE_AT // 4 + 2 * BARRIERS  # of each row after the first and after the second block of a pair
@@ -40,9 +41,10 @@ ITEMS = OUTCOMES + OUTCOME_WORDS * TILE_ROWS  # of two items, the one at work an
 ITEM_WORDS = 20
 SEEN = ITEMS + 2 * ITEM_WORDS  # keys that each of an item's rows sees
 RECORDS = SEEN + 2 * TILE_ROWS  # of the block in each buffer
-RECORD_WORDS = 8
+RECORD_WORDS = 6
 REST = RECORDS + 2 * RECORD_WORDS  # tiles that are cut along their keys, once items are told
-SIDE = REST + 1  # tiles that go side by side, for the warp that finds items (see `bands`)
+SIDE = REST + 1  # tiles that go side by side, for the warp that finds items (see `bands`); or `PAIRS`
+PAIRS = 0  # that all splits are two of a tile, of which the blocks of a cluster have one each
 SHARED_BYTES = 4 * (SIDE + 1)
 
 # Words of an item: the shared blocks, `SHARED` from `SHARED_BEGIN` on, come first of `STREAM` in all, then
@@ -73,7 +75,8 @@ SHARED_BYTES = 4 * (SIDE + 1)
     NODES,
     OFFSET,
 ) = range(20)
-MIXED, PLAIN, IN_SLOT = range(3)  # OUTPUT_KIND: whether all rows are written the same way
+# OUTPUT_KIND: whether all rows are written the same way, or are folded with those of the other block first.
+MIXED, PLAIN, IN_SLOT, PAIRED = range(4)
 # Words of a row's outcome: weights of what was before, and of what this item adds; what the sum is multiplied
 # by; and what is to be done with it, in bits.
 KEPT, ADDED, FACTOR, TO_DO = range(4)

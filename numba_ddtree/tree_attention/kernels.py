@@ -77,3 +77,10 @@ def launcher_of(kernel: str) -> Callable[..., None]:
     module = import_module(f"numba_ddtree.tree_attention.{kernel}")
     launcher: Callable[..., None] = getattr(module, f"launch_{kernel}")
     return launcher
+
+
+def first_items_launcher() -> Callable[..., None]:
+    """Return the function that finds the Hopper kernel's first items: (transfer, work, splits)."""
+    module = import_module("numba_ddtree.tree_attention.hopper_first_items")
+    launcher: Callable[..., None] = module.launch_first_items
+    return launcher

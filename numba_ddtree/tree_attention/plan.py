@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,8 @@ from numpy.typing import DTypeLike
 
 from numba_ddtree.arrays import (
     HOST,
-    DeviceView,
     Placement,
     StreamLike,
-    c_strides,
-    check_array,
     check_count,
     check_flag,
     device_view,
@@ -42,11 +39,11 @@ from numba_ddtree.tree_attention.arguments import (
     check_tensor_core_widths,
     check_values,
     gather_arguments,
+    gather_keys,
 )
 from numba_ddtree.tree_attention.calls import (
     INPUT_DTYPES,
     checked_dtype,
-    make_work,
     output_dtype,
     run_reference,
     run_shared_scores,
@@ -55,12 +52,14 @@ from numba_ddtree.tree_attention.calls import (
 )
 from numba_ddtree.tree_attention.kernels import (
     FLOAT32,
+    HOPPER,
     SHARED_SCORES,
     check_kernel,
     choose_kernel,
+    first_items_launcher,
     launcher_of,
 )
-from numba_ddtree.tree_attention.layouts import ALIGNMENT
+from numba_ddtree.tree_attention.plan_memory import memory_of_first_items, memory_of_partials
 from numba_ddtree.tree_attention.prepared_runs import PreparedRun, PreparedRuns, forget_owners, run_key
 from numba_ddtree.tree_attention.splits import (
     MAX_KEYS,
@@ -70,8 +69,8 @@ from numba_ddtree.tree_attention.splits import (
     split_sizes,
     whole_range,
 )
+from numba_ddtree.tree_attention.stand_ins import stand_in, work_of_stand_ins
 from numba_ddtree.tree_attention.work import LATENT, ROPE, tiles_of
-from numba_ddtree.workspace import workspace_bytes
 
 MAX_BATCH = 2**16
 MAX_PAGE_SIZE = 2**20
@@ -83,8 +82,9 @@ REFERENCE = "reference"
 class TreeAttention:
     """`verify_attention` of planned sizes; `plan` makes one, and `run` runs it, in any layer.
 
-    Keeps its workspace alive, and the launches of its latest 128 runs that were given `out` and `lse`, but
-    none of a run's arrays. Two runs at once, on two streams, need a plan each; so do two threads.
+    Keeps its workspace alive, and the launches of its latest 128 runs that were given `out` and `lse`, and
+    of as many calls of `schedule`, but none of their arrays. Two runs at once, on two streams, need a plan
+    each; so do two threads.
 
     Attributes
     ----------
@@ -114,7 +114,9 @@ class TreeAttention:
     placement: Placement
     _sizes: SplitSizes = field(repr=False)
     _memory: dict[str, Any] = field(repr=False)
+    _first_items: Any = field(repr=False)  # of the Hopper kernel's blocks, int32, flat
     _runs: PreparedRuns = field(default_factory=PreparedRuns, init=False, repr=False)
+    _schedules: PreparedRuns = field(default_factory=PreparedRuns, init=False, repr=False)
 
     @classmethod
     def plan(
@@ -169,9 +171,9 @@ class TreeAttention:
             Bytes that partial results may take; where more would be needed, fewer tiles are cut along their
             keys to fill a device.
         workspace : array on the device, optional
-            Memory to use instead of allocating any: at least `tree_attention_workspace_bytes` bytes,
-            C-contiguous, of any dtype, from a multiple of 16 bytes on. Plans whose runs do not overlap may
-            share it.
+            Memory for partial results, instead of allocating any: at least `tree_attention_workspace_bytes`
+            bytes, C-contiguous, of any dtype, from a multiple of 16 bytes on. Plans whose runs do not overlap
+            may share it.
         library : {None, "torch", "cupy", "numba"}
             Whose allocator the workspace is to be from; ``"numba"`` by default.
         device_id : int, optional
@@ -214,7 +216,8 @@ class TreeAttention:
             kernel=chosen,
             placement=placement,
             _sizes=sizes,
-            _memory=_memory_of(sizes, placement, workspace),
+            _memory=memory_of_partials(sizes, placement, workspace),
+            _first_items=memory_of_first_items(placement) if chosen == HOPPER else None,
         )
         if chosen not in (REFERENCE, SHARED_SCORES):
             planned._rehearse()
@@ -229,6 +232,73 @@ class TreeAttention:
     def split_keys(self) -> int | str:
         """Keys of a split, or ``"fastest"``."""
         return self._sizes.split_keys
+
+    def schedule(
+        self,
+        ckv_cache: Array,
+        kpe_cache: Array,
+        tree: DraftTree,
+        *,
+        prefix_lengths: Array | None = None,
+        kv_indptr: Array | None = None,
+        kv_indices: Array | None = None,
+        block_table: Array | None = None,
+        stream: StreamLike = None,
+    ) -> None:
+        """Find out what runs begin with, once for all layers of a model; for runs with `is_scheduled`.
+
+        Each block of the ``"hopper"`` kernel begins with an item of work that depends on lengths alone, and
+        spends 3 to 4 µs to find it. This writes all of them to memory of the plan's, by a kernel of about
+        that length, for runs that come after it on its stream, or wait for it. It may be captured by a CUDA
+        graph together with them. For other kernels, and for arrays on the host, it checks its arguments and
+        does nothing more. A call that comes again finds its launch prepared, as runs do. Deterministic; does
+        not synchronise.
+
+        Parameters
+        ----------
+        ckv_cache, kpe_cache, tree, prefix_lengths, kv_indptr, kv_indices, block_table
+            As for `run`. Of the caches only the shape matters, and all layers' have the same.
+        stream
+            Stream to launch on; by default the current one of the caches' library.
+
+        Raises
+        ------
+        ArgumentError
+            What `run` refuses of these arguments; but how rows lie matters only where something is launched.
+        BackendError
+            A launch that the driver refuses.
+        """
+        key = None
+        if not (self.placement.on_host or isinstance(stream, LaunchSequence)):
+            others = prefix_lengths, block_table, kv_indptr, kv_indices
+            # As of a run without queries, whose outputs are the caches.
+            key = run_key(ckv_cache, ckv_cache, kpe_cache, tree, 1.0, *others)
+        if key is not None and (known := self._schedules.find(key)) is not None:
+            known.launch(stream)
+            return
+        given = gather_keys(
+            ckv_cache,
+            kpe_cache,
+            tree,
+            heads=self.num_heads,
+            prefix_lengths=prefix_lengths,
+            block_table=block_table,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+        )
+        self._check_fits(given, of_dtype="ckv_cache", of_sizes="tree")
+        if self.kernel not in (REFERENCE, SHARED_SCORES):
+            check_tensor_core_widths(given, "ckv_cache", "kpe_cache")
+        if given.placement.on_host:
+            check_values(given, self.max_prefix_length)
+            if self.kernel == REFERENCE:
+                check_no_stream(stream)
+        elif key is None:
+            self._find_first_items(given, stream)
+        else:
+            prepared = self._prepare(given, lambda sequence: self._find_first_items(given, sequence))
+            self._schedules.keep(key, prepared)
+            prepared.launch(stream)
 
     def run(
         self,
@@ -247,6 +317,7 @@ class TreeAttention:
         lse: Array | None = None,
         stream: StreamLike = None,
         validate: bool = False,
+        is_scheduled: bool = False,
     ) -> tuple[Array, Array]:
         """Attend as `verify_attention` does, in the planned memory.
 
@@ -272,6 +343,11 @@ class TreeAttention:
             Stream to launch on; by default the current one of the arrays' library.
         validate : bool
             Check the values of device arrays as those of host arrays are; synchronises.
+        is_scheduled : bool
+            Begin with what the plan's last `schedule` found, for a tree and lengths that are the same still.
+            Of others, or after none, results are right, too, to the bit; but first items of others are worked
+            on in vain, which may take as long again. Other kernels than ``"hopper"``, and runs of host
+            arrays, take no notice.
 
         Returns
         -------
@@ -286,12 +362,15 @@ class TreeAttention:
             A launch that the driver refuses, as that of ``"hopper"`` in a context of a part of the device.
         """
         check_flag("validate", validate)
+        check_flag("is_scheduled", is_scheduled)
         others = q_pe, ckv_cache, kpe_cache, prefix_lengths, block_table, kv_indptr, kv_indices
         comes_again = not (validate or self.placement.on_host or isinstance(stream, LaunchSequence))
         key = run_key(q_nope, out, lse, tree, sm_scale, *others) if comes_again else None
-        if key is not None and (known := self._runs.find(key)) is not None:
-            known.launch(stream)
-            return out, lse
+        if key is not None:
+            key = (*key, is_scheduled)
+            if (known := self._runs.find(key)) is not None:
+                known.launch(stream)
+                return out, lse
         given = gather_arguments(
             q_nope,
             q_pe,
@@ -312,14 +391,17 @@ class TreeAttention:
             check_no_stream(stream)
             return run_reference(given, pages, self.out_dtype, out, lse)
         if key is None or given.placement.on_host:
-            return self._attend(given, out, lse, stream)
-        prepared = self._prepare(given, out, lse)
+            return self._attend(given, out, lse, stream, is_scheduled)
+        outputs = [device_view(name, array) for name, array in (("out", out), ("lse", lse))]
+        prepared = self._prepare(
+            given, lambda sequence: self._attend(given, out, lse, sequence, is_scheduled), outputs
+        )
         self._runs.keep(key, prepared)
         prepared.launch(stream)
         return out, lse
 
     def _attend(
-        self, given: Arguments, out: Array | None, lse: Array | None, stream: StreamLike
+        self, given: Arguments, out: Array | None, lse: Array | None, stream: StreamLike, is_scheduled: bool
     ) -> tuple[Array, Array]:
         """Launch the kernels of checked arguments, or let a `LaunchSequence` take them."""
         with device_context(self.placement.device_id):
@@ -328,24 +410,47 @@ class TreeAttention:
             check_tensor_core_limits(given)
             check_tensor_core_widths(given)
             return run_tensor_cores(
-                given, self.kernel, self._sizes, self.out_dtype, out, lse, stream, memory=self._memory
+                given,
+                self.kernel,
+                self._sizes,
+                self.out_dtype,
+                out,
+                lse,
+                stream,
+                memory=self._memory,
+                first_items=self._first_items if is_scheduled and not given.placement.on_host else None,
             )
 
-    def _prepare(self, given: Arguments, out: Array, lse: Array) -> PreparedRun:
-        """Prepare the launches of checked arguments on a device."""
+    def _find_first_items(self, given: Arguments, stream: StreamLike) -> None:
+        """Launch what finds first items, if the kernel has any, or let a `LaunchSequence` take it."""
+        if self.kernel != HOPPER:
+            return
+        with (
+            device_context(self.placement.device_id),
+            Transfer(given.placement, stream) as transfer,
+        ):
+            splits = split_plan(self._sizes, self.placement, transfer, self._memory, self._first_items)
+            work = work_of_stand_ins(given, transfer, self.out_dtype, self._first_items)
+            first_items_launcher()(transfer, work, splits)
+            if given.placement.library == "jax":
+                cuda.synchronize()  # jax may give memory to others when nothing of its own needs it
+
+    def _prepare(
+        self, given: Arguments, launch: Callable[[LaunchSequence], Any], outputs: Sequence[Any] = ()
+    ) -> PreparedRun:
+        """Prepare the launches of checked arguments on a device, which keep no array of theirs alive."""
         sequence = LaunchSequence()
-        self._attend(given, out, lse, sequence)
-        outputs = (device_view(name, array) for name, array in (("out", out), ("lse", lse)))
+        launch(sequence)
         forget_owners(sequence, (*given.views.values(), *outputs))
         return PreparedRun(sequence, given.placement)
 
-    def _check_fits(self, given: Arguments) -> None:
-        """Check a run's arguments against the plan."""
+    def _check_fits(self, given: Arguments, of_dtype: str = "q_nope", of_sizes: str = "q_nope") -> None:
+        """Check a call's arguments against the plan; errors name what the dtype is of, and the sizes."""
         is_elsewhere = given.placement.device_id != self.placement.device_id
         if is_elsewhere and (self.placement.on_host or not given.placement.on_host):
-            raise ArgumentError("q_nope", given.placement, f"{self.placement}, as planned")
+            raise ArgumentError(of_dtype, given.placement, f"{self.placement}, as planned")
         if given.dtype != self.dtype:
-            raise ArgumentError("q_nope", given.dtype, f"{self.dtype}, as planned")
+            raise ArgumentError(of_dtype, given.dtype, f"{self.dtype}, as planned")
         for label, found, most in (
             ("B", given.batch, self.max_batch),
             ("N", given.slots, self.num_slots),
@@ -353,7 +458,7 @@ class TreeAttention:
         ):
             if found > most or (label == "H" and found != most):
                 expected = f"{'' if label == 'H' else 'at most '}{most}, as planned"
-                raise ArgumentError("q_nope", f"{label} = {found}", expected)
+                raise ArgumentError(of_sizes, f"{label} = {found}", expected)
         if given.max_path > self.max_depth + 1:
             raise ArgumentError("tree.max_depth", given.max_depth, f"at most {self.max_depth}, as planned")
         if given.page_size != self.page_size:
@@ -366,13 +471,12 @@ class TreeAttention:
         with device_context(self.placement.device_id):
             sequence = LaunchSequence()
             with Transfer(self.placement, sequence) as transfer:
-                plan = split_plan(self._sizes, self.placement, transfer, self._memory)
+                plan = split_plan(self._sizes, self.placement, transfer, self._memory, self._first_items)
                 given = self._stand_ins(plan.partials)
-                out = _stand_in(plan.partials, given.out_shape, self.out_dtype)
-                lse = _stand_in(plan.partials, given.out_shape[:3], FLOAT32)
-                lse = replace(lse, pointer=out.pointer + math.prod(out.shape) * out.dtype.itemsize)
-                work = make_work(given, transfer, self.out_dtype, out, lse, True)
+                work = work_of_stand_ins(given, transfer, self.out_dtype, plan.partials)
                 launcher_of(self.kernel)(transfer, work, plan)
+                if self.kernel == HOPPER:
+                    first_items_launcher()(transfer, work, plan)
             cuda.synchronize()  # later calls may be on other streams
 
     def _stand_ins(self, memory: Any) -> Arguments:
@@ -394,7 +498,7 @@ class TreeAttention:
         if self.page_size is not None:
             shapes["block_table"] = ((batch, 1), np.dtype(np.int32))
         absent: dict[str, Any] = dict.fromkeys(("block_table", "kv_indptr", "kv_indices"))
-        views = {name: _stand_in(memory, shape, dtype) for name, (shape, dtype) in shapes.items()}
+        views = {name: stand_in(memory, shape, dtype) for name, (shape, dtype) in shapes.items()}
         return Arguments(self.placement, absent | views, 1.0, self.max_depth)
 
 
@@ -487,43 +591,3 @@ def _planned_placement(
 
 def _described(page_size: int | None) -> str:
     return "a contiguous cache" if page_size is None else f"pages of {page_size} rows"
-
-
-def _memory_of(sizes: SplitSizes, placement: Placement, workspace: Array | None) -> dict[str, Any]:
-    """Return the arrays for partial results: parts of the caller's workspace, or of a new one."""
-    fields = sizes.fields()["splits"]
-    if not fields:
-        return {}
-    if workspace is None:
-        with Transfer(placement, None) as transfer:
-            view = transfer.scratch((sizes.workspace_bytes,), np.uint8)
-            cuda.synchronize()  # runs may be on other streams than the allocation
-    else:
-        view = _checked_workspace(workspace, sizes.workspace_bytes)
-    memory, address = {}, view.pointer
-    for name, part in fields.items():
-        dtype = np.dtype(part.dtype)
-        strides = c_strides(part.shape, dtype.itemsize)
-        memory[name] = DeviceView(address, part.shape, strides, dtype, view.device_id, view.owner)
-        address += workspace_bytes({"": {name: part}})
-    return memory
-
-
-def _checked_workspace(workspace: Array, needed: int) -> DeviceView:
-    """Return a view of a caller's workspace that is large enough."""
-    view: DeviceView = device_view("workspace", workspace)
-    given = math.prod(view.shape) * view.dtype.itemsize
-    if given < needed:
-        raise ArgumentError("workspace", f"{given} bytes", f"at least {needed} bytes")
-    sizes = {f"d{axis}": size for axis, size in enumerate(view.shape)}
-    check_array("workspace", view, (view.dtype.type,), **sizes)
-    if view.pointer % ALIGNMENT != 0:
-        got = f"an address {view.pointer % ALIGNMENT} bytes past a multiple of {ALIGNMENT}"
-        raise ArgumentError("workspace", got, f"a multiple of {ALIGNMENT}")
-    return view
-
-
-def _stand_in(memory: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceView:
-    """Return what looks like an array on the device of some memory, and may lie beyond it."""
-    strides = c_strides(shape, dtype.itemsize)
-    return DeviceView(memory.pointer, shape, strides, dtype, memory.device_id, None)

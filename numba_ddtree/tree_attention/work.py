@@ -164,6 +164,8 @@ class SplitPlan:
         int64 [2 * rest_tiles]: of each part that is cut along its keys, its first row of all.
     num_rest : DeviceView
         int32 [1]: how many parts there are of those; the Hopper kernel, which merges itself, leaves it alone.
+    first_items : DeviceView
+        int32, flat: the first item of each of the Hopper kernel's blocks (`hopper_first_items`), or empty.
     """
 
     split_blocks: int
@@ -173,3 +175,4 @@ class SplitPlan:
     partial_sums: Any
     first_rows: Any
     num_rest: Any
+    first_items: Any

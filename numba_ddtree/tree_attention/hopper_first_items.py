@@ -1,0 +1,133 @@
+"""The first item of each block of the Hopper kernel, found once for all layers that have the same lengths.
+
+A block has nothing to do until its first item is found, which takes 3 to 4 µs, most of them for instructions
+to come. All layers of a model attend with the same trees and lengths, and so have the same items. What is
+written here is believed only until the kernel's own warp has found the first item (`hopper_items`): where it
+is another one, as lengths have changed, time is lost, but results are right.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, uint32
+from numba_ddtree.launch import Kernel
+from numba_ddtree.transfer import Transfer
+from numba_ddtree.tree_attention.bands import may_have_bands
+from numba_ddtree.tree_attention.hopper import ARCHITECTURE, THREADS, no_kernel, workers
+from numba_ddtree.tree_attention.hopper_items import (
+    SHARED_WORDS,
+    begin_sharing,
+    describe_shared,
+    is_folded_in,
+    is_scheduler,
+    next_item,
+)
+from numba_ddtree.tree_attention.hopper_state import (
+    ALIGNMENT,
+    ITEM_WORDS,
+    ITEMS,
+    REQUEST,
+    SHARED_BYTES,
+    word_at,
+)
+from numba_ddtree.tree_attention.key_rows import KEY_SIGNATURE, Keys, key_arguments
+from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arguments
+from numba_ddtree.tree_attention.split_items import TREE_SIGNATURE, Tree, most_keys, tree_arguments
+from numba_ddtree.tree_attention.work import SplitPlan, Work
+
+if not SIMULATED:
+    from numba_ddtree.device.mbarriers import fresh_lane, fresh_shared_address_of
+
+
+@device_routine
+def write_first_item(s_words, keys, tree, share, max_keys, sees_prefix, items, has_bands):  # type: ignore[no-untyped-def]
+    """Write what the block's first item is, by the warp that finds items; request -1 for none.
+
+    An item without shared blocks counts as none: whether it is one depends on its paths.
+    """
+    first, whole, shared_length = begin_sharing(s_words, keys, tree, share, max_keys, has_bands)
+    request, tile, split, _, slot, length, offset, _ = next_item(
+        s_words, keys, tree, share, max_keys, has_bands, first, whole, shared_length, int32(cuda.blockIdx.x)
+    )
+    base = fresh_shared_address_of(s_words)
+    shared = describe_shared(
+        base, uint32(0), tree, request, tile, split, length, offset, slot, is_folded_in(share, slot),
+        sees_prefix,
+    )  # fmt: skip
+    cuda.syncwarp()
+    lane = fresh_lane()
+    if lane < uint32(ITEM_WORDS):
+        word = int32(0)
+        if uint32(uint32(SHARED_WORDS) >> lane) & uint32(1) != uint32(0):
+            word = word_at(uint32(base + uint32(4 * ITEMS)), lane)
+        if lane == uint32(REQUEST) and shared == 0:
+            word = int32(-1)
+        items[uint32(uint32(cuda.blockIdx.x) * uint32(ITEM_WORDS) + lane)] = word
+
+
+def hopper_first_items_kernel(  # type: ignore[no-untyped-def]
+    ckv,  # to max_keys as `Keys`, `Tree` and `Share` have them
+    ckv_stride,
+    ckv_page_stride,
+    kpe,
+    kpe_stride,
+    kpe_page_stride,
+    page_size,
+    num_pages,
+    page_table,
+    page_starts,
+    table_stride,
+    ancestor_bits,
+    num_nodes,
+    prefix_lengths,
+    max_path,
+    heads,
+    workers,
+    rest_tiles,
+    split_blocks,
+    max_splits,
+    max_keys,  # int32
+    bands,  # int32: whether the rest may be cut into bands
+    sees_prefix,  # int32: whether nodes see the prefix
+    items,  # int32 [workers * ITEM_WORDS]
+):
+    """Write the first item of each block of a launch of the Hopper kernel, by a block each."""
+    keys = Keys(
+        ckv, ckv_stride, ckv_page_stride, kpe, kpe_stride, kpe_page_stride, page_size, num_pages, page_table,
+        page_starts, table_stride,
+    )  # fmt: skip
+    tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads)
+    share = Share(workers, rest_tiles, split_blocks, max_splits)
+    s_words = cuda.shared.array(0, int32, alignment=ALIGNMENT)
+    if not is_scheduler():
+        return
+    if bands != 0:
+        write_first_item(s_words, keys, tree, share, max_keys, sees_prefix, items, True)
+    else:
+        write_first_item(s_words, keys, tree, share, max_keys, sees_prefix, items, False)
+
+
+FIND_FIRST_ITEMS = Kernel(
+    no_kernel("hopper_first_items_kernel") if SIMULATED else hopper_first_items_kernel,
+    (f"void({KEY_SIGNATURE}, {TREE_SIGNATURE}, {SHARE_SIGNATURE}, int32, int32, int32, int32[::1])",),
+    THREADS,
+    architecture=ARCHITECTURE,
+)
+
+
+def launch_first_items(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
+    """Launch the kernel, which writes to what the plan of splits has for first items."""
+    share = share_arguments(splits, workers())
+    transfer.launch(
+        FIND_FIRST_ITEMS,
+        int(share.workers),
+        *key_arguments(work.keys),
+        *tree_arguments(work),
+        *share,
+        most_keys(splits),
+        may_have_bands(splits, work.tiles, int(share.workers)),
+        np.int32(work.sees_prefix),
+        splits.first_items,
+        shared_bytes=SHARED_BYTES,
+    )
