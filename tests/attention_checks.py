@@ -123,6 +123,13 @@ def rising(rng: np.random.Generator, inputs: CacheInputs, bits: float) -> CacheI
     return replace(inputs, queries=queries.astype(dtype), cache=cache.astype(dtype))
 
 
+def chains(inputs: CacheInputs) -> CacheInputs:
+    """Make every tree a chain, whose path crosses as many blocks as it can."""
+    tree = inputs.tree
+    parents = np.tile(np.arange(-1, tree.num_slots - 1, dtype=np.int32), (tree.batch_size, 1))
+    return replace(inputs, tree=link(parents, tree.token_ids, tree.num_nodes, inputs.prefix_lengths))
+
+
 def with_rows(
     rng: np.random.Generator,
     inputs: CacheInputs,

@@ -19,6 +19,7 @@ if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
     pytest.skip("Numba's simulator compiles nothing", allow_module_level=True)
 
 MEETING = "atom.acq_rel.gpu"
+CLUSTER = "barrier.cluster.arrive"
 MEETING_KERNELS = {"hopper_bfloat16_kernel", "hopper_float16_kernel"}
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0, "a"), "sm_100": (10, 0), "sm_120": (12, 0)}
 MAIN_ARCHITECTURE = "sm_90a"  # the one for which every signature is compiled
@@ -127,8 +128,9 @@ def test_kernel_compiles_without_spills(name: str, architecture: str, index: int
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
-def test_blocks_meet_only_where_launches_are_cooperative(name: str) -> None:
+def test_blocks_meet_only_where_launches_let_them(name: str) -> None:
     kernel = KERNELS[name]
     architecture = kernel.architecture or MAIN_ARCHITECTURE
     text = compile_for(kernel, kernel.signatures[0], architecture, "ptx")
     assert (MEETING in text) == kernel.is_cooperative == (name in MEETING_KERNELS)
+    assert (CLUSTER in text) == (kernel.cluster_blocks > 1) == (name in MEETING_KERNELS)

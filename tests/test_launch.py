@@ -81,11 +81,15 @@ def loaded(arguments: list[Any]) -> LoadedKernel:
     return LoadedKernel.of(SimpleNamespace(handle=99), 0, [launch._kind(a) for a in arguments])
 
 
-def prepared(arguments: list[Any], blocks: int = 7, is_cooperative: bool = False) -> PreparedLaunch:
-    return PreparedLaunch("kernel", loaded(arguments), blocks, 128, arguments, 4096, is_cooperative)
+def prepared(
+    arguments: list[Any], blocks: int = 7, is_cooperative: bool = False, cluster_blocks: int = 1
+) -> PreparedLaunch:
+    code = loaded(arguments)
+    return PreparedLaunch("kernel", code, blocks, 128, arguments, 4096, is_cooperative, cluster_blocks)
 
 
 COOPERATIVE = cuda_driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+CLUSTER = cuda_driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 SCALARS = [
     (np.bool_(True), b"\x01"),
     (np.int32(-5), struct.pack("<i", -5)),
@@ -107,7 +111,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def forget() -> None:
         launch._driver_stream.cache_clear()
-        launch._cooperative_launch.cache_clear()
+        launch._configuration.cache_clear()
 
     yield install
     forget()
@@ -190,17 +194,74 @@ def test_a_launch_may_be_cooperative(driver: Any) -> None:
     assert fake.memory == [fake.memory[0]] * 8
 
 
+def attributes_of(config: Any) -> dict[Any, Any]:
+    """Return what a launch's configuration says beside its grid, by name."""
+    values = {}
+    for attribute in config.attrs:
+        if attribute.id == COOPERATIVE:
+            values[attribute.id] = attribute.value.cooperative
+        else:
+            dimensions = attribute.value.clusterDim
+            values[attribute.id] = dimensions.x, dimensions.y, dimensions.z
+    assert len(values) == len(config.attrs) == config.numAttrs
+    return values
+
+
+@pytest.mark.parametrize(
+    ("is_cooperative", "cluster_blocks", "expected"),
+    [
+        (True, 2, {COOPERATIVE: 1, CLUSTER: (2, 1, 1)}),
+        (False, 2, {CLUSTER: (2, 1, 1)}),
+        (True, 1, {COOPERATIVE: 1}),
+        (False, 4, {CLUSTER: (4, 1, 1)}),
+    ],
+)
+def test_a_launch_may_be_of_clusters(
+    driver: Any, is_cooperative: bool, cluster_blocks: int, expected: dict[Any, Any]
+) -> None:
+    arguments = [np.int32(-5), view((4,), np.float32)]
+    given = prepared(arguments, 8, is_cooperative, cluster_blocks)
+    fake = driver(8)
+    for stream in (55, 66, 55):
+        given.launch(stream)
+    assert [attributes_of(config) for config in fake.with_attributes] == [expected] * 3
+    assert [call[1:] for call in fake.calls] == [(8, 1, 1, 128, 1, 1, 4096, each) for each in (55, 66, 55)]
+
+
+def test_launches_of_one_grid_keep_their_attributes(driver: Any) -> None:
+    kinds = [(False, 1), (True, 1), (False, 2), (True, 2)]
+    launches = [prepared([np.int32(1)], 8, *kind) for kind in kinds]
+    fake = driver(1)
+    for _ in range(2):
+        for given in launches:
+            given.launch(55)
+    assert len(fake.calls) == 8
+    expected = [{COOPERATIVE: 1}, {CLUSTER: (2, 1, 1)}, {COOPERATIVE: 1, CLUSTER: (2, 1, 1)}]
+    assert [attributes_of(config) for config in fake.with_attributes] == expected * 2
+
+
 @pytest.mark.skipif(SIMULATED, reason="the simulator prepares no launches")
 @pytest.mark.parametrize("is_cooperative", [False, True])
-def test_kernels_say_whether_they_are_cooperative(
-    monkeypatch: pytest.MonkeyPatch, is_cooperative: bool
+@pytest.mark.parametrize("cluster_blocks", [1, 2])
+def test_kernels_say_what_their_launches_are(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, is_cooperative: bool, cluster_blocks: int
 ) -> None:
     arguments = [np.int32(1)]
-    kernel = launch.Kernel(lambda number: None, (), 32, is_cooperative=is_cooperative)
+    kernel = launch.Kernel(
+        lambda number: None, (), 32, is_cooperative=is_cooperative, cluster_blocks=cluster_blocks
+    )
     monkeypatch.setattr(launch, "_current_device", lambda: 0)
     monkeypatch.setattr(kernel, "load", lambda *_: loaded(arguments))
-    made: Any = kernel.prepare(7, *arguments)
-    assert made._is_cooperative == is_cooperative
+    given = kernel.prepare(6, *arguments)
+    fake = driver(1)
+    given.launch(55)
+    (call,) = fake.calls
+    assert call[1:] == (6, 1, 1, 32, 1, 1, 0, 55)
+    expected = ({COOPERATIVE: 1} if is_cooperative else {}) | (
+        {CLUSTER: (cluster_blocks, 1, 1)} if cluster_blocks > 1 else {}
+    )
+    # One that is neither is launched plainly.
+    assert [attributes_of(config) for config in fake.with_attributes] == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize("is_cooperative", [False, True])

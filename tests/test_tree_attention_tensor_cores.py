@@ -16,6 +16,7 @@ from attention_checks import (
     arguments_of,
     assert_accurate,
     assert_nodes_equal_decoding,
+    chains,
     compute,
     exact,
     make_inputs,
@@ -673,13 +674,6 @@ def test_nodes_that_share_blocks_equal_decoding_alone(
         kernel=kernel,
         split_keys=64,
     )
-
-
-def chains(inputs: CacheInputs) -> CacheInputs:
-    """Make every tree a chain, whose path crosses as many blocks as it can."""
-    tree = inputs.tree
-    parents = np.tile(np.arange(-1, tree.num_slots - 1, dtype=np.int32), (tree.batch_size, 1))
-    return replace(inputs, tree=link(parents, tree.token_ids, tree.num_nodes, inputs.prefix_lengths))
 
 
 @pytest.mark.parametrize("N", [66, 200])

@@ -318,7 +318,8 @@ def next_item(  # type: ignore[no-untyped-def]
             place, until = int32(uint32(index) >> uint32(1)), int32(ALL_WHOLE)
         request, tile, split, slot = find_item(tree, keys, share, max_keys, 1, until, length, place, first)
         if are_paired and request >= 0:
-            split, slot = int32(index & int32(1)), int32(0)
+            split = int32(index & int32(1))
+            slot = int32(place * share.max_splits + split)
             if split * length >= blocks_of(tree, request):
                 request = int32(-1)
         index = int32(index + share.workers)
