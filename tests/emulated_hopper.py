@@ -9,7 +9,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from emulated_warpgroups import MAPS, SHARED_BASE, hopper_modules, local, options, run_block, run_cluster
+from emulated_warpgroups import (
+    MAPS,
+    SHARED_BASE,
+    hopper_modules,
+    local,
+    options,
+    run_block,
+    run_cluster,
+)
+from emulated_warpgroups import (
+    block as emulated_block,
+)
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
@@ -45,6 +56,8 @@ OF_FIRST_ITEMS = 28  # place among the arguments
 CASES = {
     "prefix alone": Case([200], 1, 64, page_size=64),
     "pages of two blocks": Case([300], 1, 64, page_size=128, split_blocks=3, workers=2),
+    "gathered prefix": Case([300], 1, 64, page_size=16),
+    "gathered prefixes": Case([330, 200, 70], 2, 64, page_size=24, workers=2),
     "one block": Case([20], 1, 64),
     "shared groups": Case([100], 9, 16, page_size=16, workers=2),
     "late": Case([100], 9, 16, page_size=64, workers=2, is_late=True),
@@ -64,6 +77,7 @@ CASES = {
     "late bands": Case([500], 5, 24, split_blocks=0, workers=3, is_late=True, is_float32=True),
     "bands side by side": Case([400, 300], 2, 64, page_size=64, split_blocks=0, workers=5),
     "foretold": Case([130, 300], 5, 24, page_size=64, split_blocks=2, workers=3, foretold=[130, 300]),
+    "foretold, and looked for late": Case([64 * 14 + 10], 1, 64, page_size=64, foretold=[64 * 14 + 10]),
     "foretold bands": Case([700], 3, 64, page_size=64, split_blocks=0, workers=4, foretold=[700]),
     "foretold whole": Case([300], 5, 64, workers=2, split_blocks=2, rest_tiles=0, foretold=[300]),
     "foretold wrongly": Case([130, 300], 5, 24, page_size=64, split_blocks=2, workers=3, foretold=[310, 70]),
@@ -145,6 +159,21 @@ def be_late() -> None:
 
     hopper_items.describe_shared, hopper_items.describe_paths = describe_shared_and_spoil, describe_paths_late
     hopper.load_keys = load_keys_late
+
+
+def look_late() -> None:
+    """Let the scheduler look for a foretold item's first pair only when nobody goes on any more."""
+    let_first_pair_begin = hopper_items.let_first_pair_begin
+
+    def begin_late(base: Any) -> None:
+        barrier = emulated_block().barriers[int(base) + hopper_state.STATE_AT + 8 * hopper_state.LEFT_FREE]
+        phase = -1
+        while barrier.phase != phase or phase < 1:
+            phase = barrier.phase
+            time.sleep(3)
+        let_first_pair_begin(base)
+
+    hopper_items.let_first_pair_begin = begin_late
 
 
 def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -340,6 +369,8 @@ def main(names: list[str]) -> None:
     for name in names:
         looked_for, foretelling, pairing = Bands(name), Foretelling(), Pairing()
         rng = np.random.default_rng(len(name))
+        if "looked for late" in name:
+            look_late()
         if name == "packing":
             check_packing(rng)
         elif name == "alone":

@@ -12,6 +12,8 @@ EMULATION = Path(__file__).with_name("emulated_hopper.py")
 CASES = (
     "packing",
     "one block",
+    "gathered prefix",
+    "gathered prefixes",
     "prefix alone",
     "pages of two blocks",
     "shared groups",
@@ -31,6 +33,7 @@ CASES = (
     "late bands",
     "bands side by side",
     "foretold",
+    "foretold, and looked for late",
     "foretold bands",
     "foretold whole",
     "foretold wrongly",

@@ -189,8 +189,12 @@ def item_places(base, number):  # type: ignore[no-untyped-def]
 
 @device_routine
 def pairs_for_sure(item):  # type: ignore[no-untyped-def]
-    """Pairs (int32) that an item has at least, before they are counted: those of its shared blocks."""
-    return int32(max(int32(1), int32(uint32(word_at(item, SHARED)) >> uint32(1))))
+    """Pairs (int32) that an item has at least, before they are counted: of its shared blocks, an even number.
+
+    So where those that consume wait for the count, an odd number of first values have been added, which is
+    what `let_first_pair_begin` waits for.
+    """
+    return int32(max(int32(1), int32(uint32(uint32(word_at(item, SHARED)) >> uint32(2)) << uint32(1))))
 
 
 @device_routine
@@ -358,7 +362,8 @@ def make_kernel(number: str, name: str) -> Any:
                     arrive(uint32(barriers + uint32(8 * ROTARY_FREE)))
                     if pair == pairs - int32(1):
                         arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-                        tell_peer_that_queries_are_done(base, item)
+                if pair == pairs - int32(1) and is_paired(item):
+                    tell_peer_that_queries_are_done(base)
                 limits = limits_of(origins, pair_at(base, TOTALS, row))
                 powers, new_0, new_1 = weigh(scores, left_scale, origins, limits)
                 words = pack_weights(powers)
@@ -489,7 +494,8 @@ def make_kernel(number: str, name: str) -> Any:
                     arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
                     if pair == pairs - int32(1):
                         arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-                        tell_peer_that_queries_are_done(base, item)
+                if pair == pairs - int32(1) and is_paired(item):
+                    tell_peer_that_queries_are_done(base)
                 last = factor_of(origins[0], new_0), factor_of(origins[1], new_1)
                 totals = grown(totals, last, sums_of_quad(row_sums(powers)))
                 set_pair(base, TOTALS, row, quad, totals)

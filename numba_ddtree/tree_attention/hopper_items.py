@@ -206,12 +206,12 @@ def foretell(base, keys, tree, first_items):  # type: ignore[no-untyped-def]
     if lane < uint32(ITEM_WORDS):
         set_word(item, lane, first_items[uint32(uint32(cuda.blockIdx.x) * uint32(ITEM_WORDS) + lane)])
     cuda.syncwarp()
-    request = word_at(item, REQUEST)
-    if request < 0 or request >= tree.num_nodes.shape[0]:
+    request, shared, begin = word_at(item, REQUEST), word_at(item, SHARED), word_at(item, SHARED_BEGIN)
+    if request < 0 or request >= tree.num_nodes.shape[0] or shared <= 0 or begin < 0:
         return False
     rows = int64(tree.num_nodes.shape[0]) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
     rows_end = int64(first_query(item) + int64(word_at(item, ROWS)))
-    keys_end = int64(word_at(item, SHARED_BEGIN) + word_at(item, SHARED)) * int64(KEY_BLOCK)
+    keys_end = int64(begin + shared) * int64(KEY_BLOCK)
     if rows_end > rows or keys_end > key_capacity(keys, request):
         return False
     tell(uint32(base + uint32(STATE_AT)), ITEM_FULL)
@@ -220,7 +220,10 @@ def foretell(base, keys, tree, first_items):  # type: ignore[no-untyped-def]
 
 @device_routine
 def let_first_pair_begin(base):  # type: ignore[no-untyped-def]
-    """Wait for the first values of a long item, for those that consume to get their instructions sooner."""
+    """Wait for the first values of a long item, for those that consume to get their instructions sooner.
+
+    Whoever consumes goes on meanwhile, up to the last of the `pairs_for_sure`.
+    """
     item = uint32(base + uint32(4 * ITEMS))
     if word_at(item, SHARED) >= int32(LONG_BLOCKS):
         wait_for(uint32(base + uint32(STATE_AT + 8 * LEFT_FREE)), uint32(0))

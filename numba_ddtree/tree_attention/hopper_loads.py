@@ -330,7 +330,7 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
                 index = int32(index + int32(2))
                 if int32(number) == REHEARSAL:
                     break
-            if not is_counted and gathered >= shared and index + 2 >= shared:
+            if not is_counted and gathered >= shared and (in_boxes == 0 or index + 2 >= shared):
                 wait_for(counted, phase)
                 is_counted, path_block = True, word_at(item, GATHER_BEGIN)
                 blocks = int32(uint32(word_at(item, STREAM) + int32(1)) & uint32(0xFFFFFFFE))

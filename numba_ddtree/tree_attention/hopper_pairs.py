@@ -82,10 +82,10 @@ def is_paired(item):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def tell_peer_that_queries_are_done(base, item):  # type: ignore[no-untyped-def]
-    """Let the other block send to where a paired item's queries are, by a thread of each warp."""
-    if is_paired(item):
-        wait_for_cluster()  # until the other block has made its barriers; it has long done so
+def tell_peer_that_queries_are_done(base):  # type: ignore[no-untyped-def]
+    """Let the other block send to where a paired item's queries are, by each warp that consumes, once."""
+    wait_for_cluster()  # until the other block has made its barriers, as it long has
+    if fresh_lane() == uint32(0):
         arrive_at_peer(peer_place(barrier_at(base, PEER_READY)))
 
 
