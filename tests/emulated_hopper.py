@@ -78,6 +78,12 @@ CASES = {
     "bands side by side": Case([400, 300], 2, 64, page_size=64, split_blocks=0, workers=5),
     "foretold": Case([130, 300], 5, 24, page_size=64, split_blocks=2, workers=3, foretold=[130, 300]),
     "foretold, and looked for late": Case([64 * 14 + 10], 1, 64, page_size=64, foretold=[64 * 14 + 10]),
+    "foretold, and gathered": Case(
+        [250, 90], 5, 24, page_size=16, split_blocks=3, workers=3, counts=[5, 3], foretold=[250, 90]
+    ),
+    "foretold wrongly, and gathered": Case(
+        [90, 250], 5, 24, page_size=24, split_blocks=3, workers=3, counts=[2, 5], foretold=[250, 200]
+    ),
     "foretold bands": Case([700], 3, 64, page_size=64, split_blocks=0, workers=4, foretold=[700]),
     "foretold whole": Case([300], 5, 64, workers=2, split_blocks=2, rest_tiles=0, foretold=[300]),
     "foretold wrongly": Case([130, 300], 5, 24, page_size=64, split_blocks=2, workers=3, foretold=[310, 70]),

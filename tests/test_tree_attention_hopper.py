@@ -34,6 +34,8 @@ CASES = (
     "bands side by side",
     "foretold",
     "foretold, and looked for late",
+    "foretold, and gathered",
+    "foretold wrongly, and gathered",
     "foretold bands",
     "foretold whole",
     "foretold wrongly",

@@ -362,8 +362,6 @@ def make_kernel(number: str, name: str) -> Any:
                     arrive(uint32(barriers + uint32(8 * ROTARY_FREE)))
                     if pair == pairs - int32(1):
                         arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-                if pair == pairs - int32(1) and is_paired(item):
-                    tell_peer_that_queries_are_done(base)
                 limits = limits_of(origins, pair_at(base, TOTALS, row))
                 powers, new_0, new_1 = weigh(scores, left_scale, origins, limits)
                 words = pack_weights(powers)
@@ -381,6 +379,8 @@ def make_kernel(number: str, name: str) -> Any:
                 output = add_own_values(output, words, values_0, is_continued)
                 close_products()
                 set_pair(base, ROUNDED, row, quad, sums_of_quad(sums_of_words(words)))
+                if pair == pairs - int32(1) and is_paired(item):
+                    tell_peer_that_queries_are_done(base)
                 output = wait_for_all_products(output)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * LEFT_FREE)))
@@ -494,8 +494,6 @@ def make_kernel(number: str, name: str) -> Any:
                     arrive(uint32(barriers + uint32(8 * (ROTARY_FREE + 1))))
                     if pair == pairs - int32(1):
                         arrive(uint32(barriers + uint32(8 * QUERIES_FREE)))
-                if pair == pairs - int32(1) and is_paired(item):
-                    tell_peer_that_queries_are_done(base)
                 last = factor_of(origins[0], new_0), factor_of(origins[1], new_1)
                 totals = grown(totals, last, sums_of_quad(row_sums(powers)))
                 set_pair(base, TOTALS, row, quad, totals)
@@ -509,6 +507,8 @@ def make_kernel(number: str, name: str) -> Any:
                     arrive(uint32(barriers + uint32(8 * RIGHT_FREE)))
                 announce_p0_free()
                 added = sums_of_quad(sums_of_words(words))
+                if pair == pairs - int32(1) and is_paired(item):
+                    tell_peer_that_queries_are_done(base)
                 output = wait_for_all_products(output)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * (RIGHT_FREE + 1))))
