@@ -83,7 +83,7 @@ if not SIMULATED:
 
         @intrinsic
         def send_rows(typing_context: Any, address: Any, barrier: Any, tile: Any) -> Any:
-            """Send a thread's numbers, as `send_four` does; `address` is that of `place_of_fours`."""
+            """Send a thread's numbers, as `send_four` does, from its first place, `address` (uint32), on."""
 
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 for place, four in fours_of_rows(builder, args[0], args[2], first, count):
@@ -99,7 +99,7 @@ if not SIMULATED:
 
         @intrinsic
         def keep_rows(typing_context: Any, address: Any, tile: Any) -> Any:
-            """Write a thread's numbers to shared memory; `address` is that of `place_of_fours`."""
+            """Write a thread's numbers to shared memory, from its first place, `address` (uint32), on."""
 
             def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
                 code = "st.shared.v4.f32 [$0], {$1, $2, $3, $4};"
@@ -114,7 +114,10 @@ if not SIMULATED:
     def fours_of_rows(
         builder: Any, address: Any, tile: Any, first: int, count: int
     ) -> Iterator[tuple[Any, list[Any]]]:
-        """Go through an accumulator's numbers in fours, each with its place; see `unit_of_four`."""
+        """Go through a thread's numbers in fours, each with its place; see `unit_of_four`.
+
+        `address` is that of unit ``unit_of_four(0, t, g)`` of row g, of which the lane is number t of four.
+        """
         elements = elements_of(builder, tile)[first : first + count]
         for piece in range(count // 8):
             place = builder.xor(address, ir.Constant(WORD, 16 * unit_of_four(piece, 0, 0)))
