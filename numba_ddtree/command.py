@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 EXIT_BAD_USE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 2, 130, 141
 
@@ -20,6 +20,13 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong on stderr, and exit with code 2."""
         self.exit(EXIT_BAD_USE, f"{self.prog}: {message} (see --help)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write help or a version; a closed pipe is an error, which later versions of argparse pass over."""
+        if file is not None and file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
 
 
 def whole_number(low: int = 0, high: int | None = None) -> Callable[[str], int]:

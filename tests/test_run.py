@@ -228,27 +228,23 @@ class TestCheck:
         assert "Traceback" not in errors
 
     @pytest.mark.parametrize(
-        ("arguments", "code"),
-        # argparse passes over a closed pipe by itself.
-        [
-            (["check", "--backend", "numpy"], EXIT_CLOSED_PIPE),
-            (["env"], EXIT_CLOSED_PIPE),
-            (["--help"], 0),
-        ],
+        "arguments",
+        [["check", "--backend", "numpy"], ["env"], ["--help"], ["decode", "--help"]],
     )
-    def test_closed_pipe(self, arguments: list[str], code: int) -> None:
+    @pytest.mark.parametrize("unbuffered", ["", "1"])
+    def test_closed_pipe(self, arguments: list[str], unbuffered: str) -> None:
         reader, writer = os.pipe()
         os.close(reader)
         result = subprocess.run(
             [sys.executable, "-m", "numba_ddtree.run", *arguments],
-            env=environment_variables(),
+            env=environment_variables() | {"PYTHONUNBUFFERED": unbuffered},
             stdout=writer,
             stderr=subprocess.PIPE,
             text=True,
             timeout=TIMEOUT_SECONDS,
         )
         os.close(writer)
-        assert result.returncode == code
+        assert result.returncode == EXIT_CLOSED_PIPE
         assert result.stderr == ""
 
 
