@@ -46,7 +46,7 @@ from numba_ddtree import transfer as transfer_module
 from numba_ddtree.arrays import Address, DeviceView
 from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.launch import Kernel, LaunchSequence, _kind, _wanted_kinds
-from numba_ddtree.tree_attention import calls, hopper, hopper_first_items, kernels, plan
+from numba_ddtree.tree_attention import bands, calls, hopper, hopper_first_items, kernels, plan
 from numba_ddtree.tree_attention.hopper_state import ITEM_WORDS, REQUEST
 from numba_ddtree.tree_attention.kernels import HOPPER_CAPABILITY
 from numba_ddtree.tree_attention.prepared_runs import MAX_RUNS
@@ -125,7 +125,8 @@ def plain(argument: Any) -> Any:
 @pytest.mark.parametrize("paging", [None, "block_table", "kv_indptr"])
 @pytest.mark.parametrize("dtype", [bfloat16, np.float16])
 @pytest.mark.parametrize(
-    ("split_keys", "workers", "may_have_bands"), [(128, 132, 0), ("fastest", 132, 0), ("fastest", 3, 1)]
+    ("split_keys", "multiprocessors", "may_have_bands"),
+    [(128, 132, 0), ("fastest", 133, 0), ("fastest", 4, 1)],
 )
 def test_first_items_are_found_by_the_numbers_of_the_run(
     device: MadeUpDevice,
@@ -133,7 +134,7 @@ def test_first_items_are_found_by_the_numbers_of_the_run(
     paging: str | None,
     dtype: Any,
     split_keys: Any,
-    workers: int,
+    multiprocessors: int,
     may_have_bands: int,
 ) -> None:
     launched: list[tuple[Kernel, int, tuple[Any, ...]]] = []
@@ -145,8 +146,9 @@ def test_first_items_are_found_by_the_numbers_of_the_run(
     monkeypatch.setattr(calls, "launcher_of", kernels.launcher_of)
     monkeypatch.setattr(plan, "first_items_launcher", kernels.first_items_launcher)
     monkeypatch.setattr(transfer_module.Transfer, "launch", launch)
-    for module in (hopper, hopper_first_items):
-        monkeypatch.setattr(module, "multiprocessors", lambda: workers)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: multiprocessors)
+    if may_have_bands:
+        monkeypatch.setattr(bands, "BUSY", 2)  # all of the workers, and as many again
     monkeypatch.setattr(hopper, "key_maps", lambda *_: 77 << 32)
     monkeypatch.setattr(hopper, "cuda", kernels.cuda)
     made = planned(dtype=dtype, split_keys=split_keys, page_size=None if paging is None else 64)
@@ -157,14 +159,14 @@ def test_first_items_are_found_by_the_numbers_of_the_run(
     (finding, blocks, found), (attend, run_blocks, run) = launched
     assert finding is hopper_first_items.FIND_FIRST_ITEMS
     assert attend is hopper.KERNELS[np.dtype(dtype).name]
-    assert blocks == run_blocks == workers
+    assert blocks == run_blocks == multiprocessors // 2 * 2
     for kernel, passed in ((finding, found), (attend, run)):
         assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, passed))]
-    *keys_to_most_keys, bands, sees_prefix, items = map(plain, found)
+    *keys_to_most_keys, has_bands, sees_prefix, items = map(plain, found)
     assert keys_to_most_keys == list(map(plain, run[4:25]))
     maps, in_boxes, *others = map(plain, run[25:30])
     assert (maps, in_boxes) == (77 << 32, 1)
-    assert others == [bands, items, sees_prefix] == [may_have_bands, FOUND_AT, 1]
+    assert others == [has_bands, items, sees_prefix] == [may_have_bands, FOUND_AT, 1]
 
 
 def test_a_schedule_that_comes_again_is_launched_and_nothing_else(
