@@ -222,7 +222,7 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
 
 
 def find_first_items(case: Case, arguments: tuple[Any, ...]) -> NDArray[np.int32]:
-    """Return first items, of which all but the largest request number was poison, or an empty array."""
+    """Return the first items of a case's foretold prefixes, written over poison, or an empty array."""
     if case.foretold is None:
         return np.zeros(0, np.int32)
     items = np.full(case.workers * hopper_state.ITEM_WORDS, -7, np.int32)

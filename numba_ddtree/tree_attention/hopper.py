@@ -15,6 +15,9 @@ between exponentials and their rounding, once the left warpgroup knows the new o
 Each product is waited for before its warpgroup begins the next scores, so that its buffer is free the
 soonest, and nothing is under way across the loop's end.
 
+Two blocks make a cluster. Where they have the two splits of a tile they merge them in each other's shared
+memory (`hopper_pairs`); other splits are merged by all blocks, when they have met (`hopper_merge`).
+
 Outputs are divided by the sum of rounded probabilities (`split_fold`), by which much of the rounding
 cancels. A row's arithmetic does not depend on which warpgroup does it, nor on what shares its tile: results
 have the same bits wherever a block comes in its pair, and whether its keys lie in the prefix or were gathered
@@ -629,30 +632,14 @@ def make_kernel(number: str, name: str) -> Any:
                     )  # fmt: skip
                 elif bands != 0:
                     schedule(
-                        s_words,
-                        keys,
-                        tree,
-                        share,
-                        max_keys,
-                        sees_prefix,
-                        first_rows,
-                        first_items,
-                        True,
-                        False,
-                    )
+                        s_words, keys, tree, share, max_keys, sees_prefix, first_rows, first_items,
+                        True, False,
+                    )  # fmt: skip
                 else:
                     schedule(
-                        s_words,
-                        keys,
-                        tree,
-                        share,
-                        max_keys,
-                        sees_prefix,
-                        first_rows,
-                        first_items,
-                        False,
-                        False,
-                    )
+                        s_words, keys, tree, share, max_keys, sees_prefix, first_rows, first_items,
+                        False, False,
+                    )  # fmt: skip
                 if not is_scheduler():
                     load_queries(s_words, q_nope, nope_stride)
                     fill_unused_rows(tree, keys, max_keys, out, lse, form, cuda.blockIdx.x, workers)

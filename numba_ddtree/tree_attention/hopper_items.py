@@ -351,7 +351,7 @@ def schedule(  # type: ignore[no-untyped-def]
     `has_bands`, a constant, keeps their code out of the way.
 
     Where `first_items` say what the first one is, `are_foretold`, a constant, too, it is told at once, and
-    nobody goes ahead.
+    nobody goes ahead; `has_bands` need not be a constant then.
     """
     number, is_foretold = uint32(0), False
     if are_foretold:
