@@ -44,6 +44,7 @@ class Case:
     bits: float = 0  # by which weights rise with each 64 keys
     max_path: int | None = None  # that the kernel is told
     foretold: list[int] | None = None  # prefixes of which first items are found before
+    by_slot: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
 

@@ -103,6 +103,21 @@ CASES = {
         [150, 20], 3, 32, page_size=64, split_blocks=2, workers=8, foretold=[70, 152], is_late=True
     ),
     "foretold, and paired": Case([250], 3, 64, page_size=64, split_blocks=2, workers=6, foretold=[250]),
+    "by slot": Case([100], 9, 16, page_size=64, workers=2, by_slot=True),
+    "by slot, and gathered": Case([330, 20], 9, 8, page_size=16, workers=2, by_slot=True, counts=[9, 3]),
+    "by slot and late": Case(
+        [130, 0], 70, 2, page_size=64, split_blocks=1, workers=3, by_slot=True, is_late=True, counts=[70, 65]
+    ),
+    "by slot in bands": Case(
+        [400, 63], 70, 2, page_size=128, split_blocks=0, workers=5, by_slot=True, is_float32=True
+    ),
+    "by slot, foretold": Case(
+        [190, 90], 40, 4, page_size=64, split_blocks=2, workers=5, by_slot=True, foretold=[190, 90]
+    ),
+    "by slot, foretold wrongly": Case(
+        [90, 250], 40, 4, page_size=64, split_blocks=2, workers=5, by_slot=True, foretold=[250, 120]
+    ),
+    "by slot, paired": Case([110, 60], 24, 8, page_size=64, split_blocks=2, workers=12, by_slot=True),
     "rising": Case([500], 5, 24, page_size=64, split_blocks=5, workers=2, bits=1.5),
 }
 
@@ -203,7 +218,8 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
         i32(case.max_path or slots), i32(heads), i32(case.workers), i32(partials.rest_tiles),
         i32(case.split_blocks), i32(partials.max_splits), i32(MAX_KEYS),
         u64(FIRST_MAP), i32(len(table) == 0 or page_size % 64 == 0),
-        i32(case.split_blocks == 0), i32(case.sees_prefix), np.float32(case.scale * math.log2(math.e)),
+        i32(case.split_blocks == 0), i32(case.sees_prefix), i32(case.by_slot),
+        np.float32(case.scale * math.log2(math.e)),
         partials.numbers, partials.sums, partials.first_rows,
         u64(out.ctypes.data), lse, i32(0 if case.is_float32 else 1),
     )  # fmt: skip
@@ -228,9 +244,9 @@ def find_first_items(case: Case, arguments: tuple[Any, ...]) -> NDArray[np.int32
     items = np.full(case.workers * hopper_state.ITEM_WORDS, -7, np.int32)
     given = list(arguments[4:25])  # keys, trees, shares and most keys
     given[13] = np.array(case.foretold, np.int32)
-    bands, sees_prefix = arguments[27:29]
+    given += [*arguments[27:30], items]  # bands, what nodes see, and how
     for index in range(case.workers):
-        run_block(hopper_first_items.hopper_first_items_kernel, index, (*given, bands, sees_prefix, items))
+        run_block(hopper_first_items.hopper_first_items_kernel, index, tuple(given))
     return items
 
 
@@ -351,12 +367,13 @@ class Bands:
         self.wanted: set[int] = set()
         changed: Any = bands
         changed.ITEM_BLOCKS, changed.MERGED_SLOTS, changed.L2_BLOCKS = 4, 24, 220
+        changed.BEGIN_BLOCKS = 4
         changed = hopper_items
         changed.find_in_band = self.find
         if "bands" in name:
             self.wanted = {2 if "side" in name else 1}
             changed = bands
-            changed.ITEM_BLOCKS, changed.MERGED_SLOTS = 0, 10**9
+            changed.ITEM_BLOCKS, changed.MERGED_SLOTS, changed.BEGIN_BLOCKS = 0, 10**9, 2
             changed.L2_BLOCKS = 0 if "side" in name else 220
 
     def find(self, *given: Any) -> Any:

@@ -391,7 +391,7 @@ def check_blocks(rng: np.random.Generator) -> None:
         parents[0] = -1
         links = tree_of(Case([prefix], slots, heads), parents[None])
         bits, counts = np.asarray(links.ancestor_bits), np.asarray(links.num_nodes)
-        tree = Tree(bits, counts, np.array([prefix], np.int32), np.int32(slots), np.int32(heads))
+        tree = Tree(bits, counts, np.array([prefix], np.int32), np.int32(slots), np.int32(heads), np.int32(0))
         sees = visibility_from_bits(bits)[0]
         height, length = int(rng.choice([32, 64])), int(rng.choice([1, 2, 100]))
         sees_prefix = bool(rng.integers(4))

@@ -33,7 +33,7 @@ else:
             lanes = ir.LiteralStructType([ir.FloatType()] * 4)
             load = ir.InlineAsm(
                 ir.FunctionType(lanes, [ir.IntType(64)]),
-                "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];",
+                f"ld{'.relaxed.gpu' if is_written else ''}.global.v4.f32 {{$0, $1, $2, $3}}, [$4];",
                 constraints,
                 side_effect=is_written,
             )
@@ -56,7 +56,10 @@ else:
 
     @intrinsic
     def load_four_written(typing_context: Any, array: Any, offset: Any) -> Any:
-        """`load_four` of what others have written in the meantime: it stays behind what it stands behind."""
+        """`load_four` of what others have written in the meantime: it stays behind what it stands behind.
+
+        ``ld.relaxed.gpu``, which passes L1 by: that is quicker, too.
+        """
         return types.UniTuple(types.float32, 4)(array, types.int64), _four(True)
 
     @intrinsic

@@ -110,6 +110,7 @@ from numba_ddtree.tree_attention.key_rows import (
 )
 from numba_ddtree.tree_attention.outputs import output_form
 from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arguments
+from numba_ddtree.tree_attention.slot_blocks import takes_slots
 from numba_ddtree.tree_attention.split_items import (
     TREE_SIGNATURE,
     Tree,
@@ -321,7 +322,7 @@ def make_kernel(number: str, name: str) -> Any:
 
     @device_routine
     def attend_left(  # type: ignore[no-untyped-def]
-        s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials, out, lse, form,
+        s_words, q_nope, nope_stride, q_pe, pe_stride, tree, sees_prefix, scale, partials, out, lse, form,
     ):  # fmt: skip
         """Score the first block of each pair, and keep the left half of the outputs."""
         left_scale = scale if scale > float32(0) else float32(1)
@@ -360,7 +361,7 @@ def make_kernel(number: str, name: str) -> Any:
                     set_pair(base, TOTALS, row, quad, (float32(0), float32(0)))
                     cuda.syncwarp()
                 scores = wait_for_all_products(scores)
-                scores = visible_scores(scores, kind, item, seen, record, heads, sees_prefix, scale)
+                scores = visible_scores(scores, kind, tree, item, seen, record, sees_prefix, scale)
                 if lane == uint32(0):
                     arrive(uint32(barriers + uint32(8 * ROTARY_FREE)))
                     if pair == pairs - int32(1):
@@ -429,7 +430,7 @@ def make_kernel(number: str, name: str) -> Any:
 
     @device_routine
     def attend_right(  # type: ignore[no-untyped-def]
-        s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials,
+        s_words, q_nope, nope_stride, q_pe, pe_stride, tree, sees_prefix, scale, partials,
         partial_sums, out, lse, form,
     ):  # fmt: skip
         """Score the second block of each pair, and keep the right half of the outputs and the rows' sums."""
@@ -476,7 +477,7 @@ def make_kernel(number: str, name: str) -> Any:
                 is_new = cuda.any_sync(0xFFFFFFFF, new_0 != origins[0] or new_1 != origins[1])
                 limits = limits_of(origins, totals)
                 scores = wait_for_all_products(scores)
-                scores = visible_scores(scores, kind, item, seen, record, heads, sees_prefix, scale)
+                scores = visible_scores(scores, kind, tree, item, seen, record, sees_prefix, scale)
                 powers, new_0, new_1 = weigh(scores, left_scale, origins, limits)
                 set_pair(base, ORIGINS + TILE_ROWS, row, quad, (new_0, new_1))
                 announce_origins()
@@ -584,6 +585,7 @@ def make_kernel(number: str, name: str) -> Any:
         bands,  # int32: whether the rest may be cut into bands
         first_items,  # int32 [workers * ITEM_WORDS], or empty: see `hopper_first_items`
         sees_prefix,  # int32: whether nodes see the prefix
+        by_slot,  # int32: whether the tree's keys are read as they lie: see `slot_blocks`
         scale,  # float32: of the scores, to base 2
         partials,  # float32 [rows, LATENT]
         partial_sums,  # float32 [rows, 4]
@@ -596,7 +598,7 @@ def make_kernel(number: str, name: str) -> Any:
             ckv, ckv_stride, ckv_page_stride, kpe, kpe_stride, kpe_page_stride, page_size, num_pages,
             page_table, page_starts, table_stride,
         )  # fmt: skip
-        tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads)
+        tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads, by_slot)
         share = Share(workers, rest_tiles, split_blocks, max_splits)
         s_words = cuda.shared.array(0, int32, alignment=ALIGNMENT)
         barriers = uint32(shared_address_of(s_words) + uint32(STATE_AT))
@@ -651,12 +653,12 @@ def make_kernel(number: str, name: str) -> Any:
             raise_registers()
             if warp < uint32(4):
                 attend_left(
-                    s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials,
+                    s_words, q_nope, nope_stride, q_pe, pe_stride, tree, sees_prefix, scale, partials,
                     out, lse, form,
                 )  # fmt: skip
             else:
                 attend_right(
-                    s_words, q_nope, nope_stride, q_pe, pe_stride, heads, sees_prefix, scale, partials,
+                    s_words, q_nope, nope_stride, q_pe, pe_stride, tree, sees_prefix, scale, partials,
                     partial_sums, out, lse, form,
                 )  # fmt: skip
             merge_rest(s_words, workers, max_splits, partials, partial_sums, first_rows, out, lse, form)
@@ -667,8 +669,8 @@ def make_kernel(number: str, name: str) -> Any:
 
 SIGNATURE = (
     f"void(uint64, int64, uint64, int64, {KEY_SIGNATURE}, {TREE_SIGNATURE}, {SHARE_SIGNATURE}, int32, "
-    "uint64, int32, int32, int32[::1], int32, float32, float32[:, ::1], float32[:, ::1], int64[::1], uint64, "
-    "float32[:, :, ::1], int32)"
+    "uint64, int32, int32, int32[::1], int32, int32, float32, float32[:, ::1], float32[:, ::1], int64[::1], "
+    "uint64, float32[:, :, ::1], int32)"
 )
 ATTEND_BFLOAT16 = Kernel(
     make_kernel("bf16", "hopper_bfloat16_kernel"),
@@ -708,6 +710,7 @@ def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
         may_have_bands(splits, work.tiles, int(share.workers)),
         splits.first_items,
         np.int32(work.sees_prefix),
+        takes_slots(work, splits),
         scale_argument(work),
         splits.partials,
         splits.partial_sums,

@@ -33,6 +33,7 @@ from numba_ddtree.tree_attention.hopper_state import (
 )
 from numba_ddtree.tree_attention.key_rows import KEY_SIGNATURE, Keys, key_arguments
 from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arguments
+from numba_ddtree.tree_attention.slot_blocks import takes_slots
 from numba_ddtree.tree_attention.split_items import TREE_SIGNATURE, Tree, most_keys, tree_arguments
 from numba_ddtree.tree_attention.work import SplitPlan, Work
 
@@ -90,6 +91,7 @@ def hopper_first_items_kernel(  # type: ignore[no-untyped-def]
     max_keys,  # int32
     bands,  # int32: whether the rest may be cut into bands
     sees_prefix,  # int32: whether nodes see the prefix
+    by_slot,  # int32: whether the tree's keys are read as they lie
     items,  # int32 [workers * ITEM_WORDS]
 ):
     """Write the first item of each block of a launch of the Hopper kernel, by a block each."""
@@ -97,7 +99,7 @@ def hopper_first_items_kernel(  # type: ignore[no-untyped-def]
         ckv, ckv_stride, ckv_page_stride, kpe, kpe_stride, kpe_page_stride, page_size, num_pages, page_table,
         page_starts, table_stride,
     )  # fmt: skip
-    tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads)
+    tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads, by_slot)
     share = Share(workers, rest_tiles, split_blocks, max_splits)
     s_words = cuda.shared.array(0, int32, alignment=ALIGNMENT)
     if not is_scheduler():
@@ -110,7 +112,7 @@ def hopper_first_items_kernel(  # type: ignore[no-untyped-def]
 
 FIND_FIRST_ITEMS = Kernel(
     no_kernel("hopper_first_items_kernel") if SIMULATED else hopper_first_items_kernel,
-    (f"void({KEY_SIGNATURE}, {TREE_SIGNATURE}, {SHARE_SIGNATURE}, int32, int32, int32, int32[::1])",),
+    (f"void({KEY_SIGNATURE}, {TREE_SIGNATURE}, {SHARE_SIGNATURE}, int32, int32, int32, int32, int32[::1])",),
     THREADS,
     architecture=ARCHITECTURE,
 )
@@ -128,6 +130,7 @@ def launch_first_items(transfer: Transfer, work: Work, splits: SplitPlan) -> Non
         most_keys(splits),
         may_have_bands(splits, work.tiles, int(share.workers)),
         np.int32(work.sees_prefix),
+        takes_slots(work, splits),
         splits.first_items,
         shared_bytes=SHARED_BYTES,
     )

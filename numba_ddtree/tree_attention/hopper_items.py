@@ -45,7 +45,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     set_word,
     word_at,
 )
-from numba_ddtree.tree_attention.key_rows import key_capacity, path_length
+from numba_ddtree.tree_attention.key_rows import key_capacity, path_in_use
 from numba_ddtree.tree_attention.path_blocks import group_shape, nodes_of
 from numba_ddtree.tree_attention.shares import (
     ALL_WHOLE,
@@ -79,7 +79,16 @@ SHARED_WORDS = sum(
     )
 )  # fmt: skip
 LONG_BLOCKS = 12  # of an item that lasts for longer than it takes to find out what else there is to do
-TOO_DEEP = 2**31  # marks the keys of a row whose path is longer than was said: of all rows then the most
+FAULTY = 2**31  # marks the keys of a row whose path is not as it was said: of all rows then the most
+
+
+@device_routine
+def first_not_whole(tree, request, prefix):  # type: ignore[no-untyped-def]
+    """Block (int32) behind those that all rows have in common and that are full of keys."""
+    keys = prefix
+    if tree.by_slot != 0:
+        keys = int32(prefix + tree.num_nodes[uint32(request)])
+    return int32(uint32(keys) // uint32(KEY_BLOCK))
 
 
 @device_routine
@@ -101,9 +110,9 @@ def describe_shared(  # type: ignore[no-untyped-def]
     rows = int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)
     rows = int32(min(int32(TILE_ROWS), rows))
     begin, split_end = range_of_split(split, length, offset)
-    path_begin = int32(uint32(prefix) // uint32(KEY_BLOCK))
-    # The longest row reaches the prefix's end, whatever its path.
-    end = int32(min(path_begin, split_end))
+    # The longest row reaches the prefix's end, whatever its path; by slot all reach the tree's.
+    whole_blocks = first_not_whole(tree, request, prefix)
+    end = int32(min(whole_blocks, split_end))
     shared = int32(max(int32(0), int32(end - begin))) if sees_prefix != 0 else int32(0)
     if is_writer:
         set_word(item, SPLIT, split)
@@ -134,24 +143,28 @@ def describe_paths(  # type: ignore[no-untyped-def]
     seen = uint32(base + uint32(4 * SEEN) + place * uint32(4 * TILE_ROWS))
     prefix = prefix_of(tree, request)
     first_row = int32(tile * int32(TILE_ROWS))
-    rows = int32(tree.num_nodes[uint32(request)] * tree.heads - first_row)
-    rows = int32(min(int32(TILE_ROWS), rows))
+    in_use = tree.num_nodes[uint32(request)]
+    rows = int32(min(int32(TILE_ROWS), int32(in_use * tree.heads - first_row)))
     longest, shortest = uint32(0), uint32(0x7FFFFFFF)
-    for half in range(uint32(2)):
-        row = uint32(lane + uint32(half) * uint32(32))
+    row = lane
+    while row < uint32(TILE_ROWS):
         keys_seen = int32(0)
         if int32(row) < rows:
             node = uint32(uint32(first_row) + row) // uint32(tree.heads)
-            path = path_length(tree.ancestor_bits, request, node)
-            keys_seen = int32(prefix + min(path, tree.max_path))
+            path = path_in_use(tree.ancestor_bits, request, node, in_use)
+            keys_seen = int32(min(path, tree.max_path))
+            if tree.by_slot != 0:
+                keys_seen = in_use
+            keys_seen = int32(prefix + keys_seen)
             shortest = uint32(min(shortest, uint32(keys_seen)))
             if path > tree.max_path:
-                longest = uint32(max(longest, uint32(uint32(keys_seen) + uint32(TOO_DEEP))))
+                longest = uint32(max(longest, uint32(uint32(keys_seen) + uint32(FAULTY))))
         set_word(seen, row, keys_seen)
         longest = uint32(max(longest, uint32(keys_seen)))
+        row = uint32(fresh_word(int32(row + uint32(LANES))))  # so that this is not unrolled
     longest, shortest = warp_max(longest), uint32(~warp_max(uint32(~shortest)))
-    if longest >= uint32(TOO_DEEP):
-        longest = uint32(longest - uint32(TOO_DEEP))
+    if longest >= uint32(FAULTY):
+        longest = uint32(longest - uint32(FAULTY))
         if lane == uint32(0):
             set_word(item, FAULT, 1)
     begin, split_end = range_of_split(split, length, offset)
@@ -167,9 +180,11 @@ def describe_paths(  # type: ignore[no-untyped-def]
         kind = int32(PAIRED)
     first_node, nodes = nodes_of(first_row, rows, tree.heads)
     stream = shared
-    gather_begin = int32(max(int32(uint32(prefix) // uint32(KEY_BLOCK)), begin))
+    gather_begin = int32(max(first_not_whole(tree, request, prefix), begin))
     for path_block in range(gather_begin, end):
-        _, _, count = group_shape(prefix, int32(path_block), int32(longest))
+        count = nodes
+        if tree.by_slot == 0:
+            _, _, count = group_shape(prefix, int32(path_block), int32(longest))
         stream = int32(stream + int32(uint32(nodes + count - int32(1)) // uint32(count)))
     if lane == uint32(0):
         set_word(item, STREAM, stream)

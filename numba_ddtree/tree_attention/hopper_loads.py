@@ -32,6 +32,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     LONGEST,
     NODES,
     OF_PATHS,
+    OF_SLOTS,
     OWN,
     PREFIX,
     QUERIES_AT,
@@ -161,15 +162,18 @@ def page_and_row(keys, request, block):  # type: ignore[no-untyped-def]
 def key_of_slot(  # type: ignore[no-untyped-def]
     tree, item, seen, block, first, common, own, count, slot, sees_prefix
 ):  # fmt: skip
-    """Row (int32) of a request's keys that goes into a slot of a block of paths; -1: none, -2: a fault.
+    """Row (int32) of a request's keys that goes into a slot of a masked block; -1: none, -2: a fault.
 
-    The block has paths of `count` nodes from the item's node `first` on, as `path_blocks` packs them.
+    The block has paths of `count` nodes from the item's node `first` on, as `path_blocks` packs them; or the
+    tree's keys as they lie.
     """
     prefix = word_at(item, PREFIX)
     position = int32(block * int32(KEY_BLOCK) + int32(slot))
     group = int32(uint32(slot) // uint32(GROUP))
     if count == 0:
         return int32(-1)
+    if tree.by_slot != 0:
+        return int32(position if position < word_at(item, LONGEST) else int32(-1))
     if group < common:
         return position if sees_prefix != 0 else int32(-1)
     place = int32(uint32(group - common) // uint32(own))
@@ -198,6 +202,15 @@ def addresses_of_key(keys, item, key):  # type: ignore[no-untyped-def]
     if key < -1 or (key >= 0 and latent == ABSENT):
         set_word(item, FAULT, 1)
     return latent, rotary
+
+
+@device_routine
+def kind_of_rows(tree, item, index, shared, block, count):  # type: ignore[no-untyped-def]
+    """`KIND` (int32) of a gathered block, number `index` of its item."""
+    if index < shared:
+        is_whole = int32(int32(block + int32(1)) * int32(KEY_BLOCK)) <= word_at(item, PREFIX)
+        return int32(IN_ROWS) if is_whole else int32(IN_ROWS | OF_SLOTS)
+    return int32(IN_ROWS | OF_SLOTS) if tree.by_slot != 0 and count > 0 else int32(IN_ROWS | OF_PATHS)
 
 
 @device_routine
@@ -236,25 +249,32 @@ def copy_chunks(buffer, full, tensor_map, first, count, row, page):  # type: ign
 
 
 @device_routine
-def path_group(item, index, path_block):  # type: ignore[no-untyped-def]
+def path_group(tree, item, index, path_block):  # type: ignore[no-untyped-def]
     """Return how the item's block number `index`, of a path block, is packed: see `path_blocks.group_shape`.
 
-    One after the last, which makes their number even, has no nodes.
+    One after the last, which makes their number even, has no nodes. By slot a block has all.
     """
-    common, own, count = group_shape(word_at(item, PREFIX), path_block, word_at(item, LONGEST))
+    common, own, count = int32(0), int32(1), word_at(item, NODES)
+    if tree.by_slot == 0:
+        common, own, count = group_shape(word_at(item, PREFIX), path_block, word_at(item, LONGEST))
     return common, own, int32(count if index < word_at(item, STREAM) else int32(0))
 
 
 @device_routine
 def load_boxes(keys, item, index, page, maps, base, which, parity, is_leader):  # type: ignore[no-untyped-def]
-    """Load a shared block into the warp's own buffer by tensor copies, chunk by chunk as it is free."""
+    """Load a shared block into the warp's own buffer by tensor copies, chunk by chunk as it is free.
+
+    One that has keys of the tree's, too, is masked by slot.
+    """
     barriers = uint32(base + uint32(STATE_AT))
     buffer = uint32(base + uint32(KEYS_AT) + which * uint32(BLOCK_BYTES))
     full = uint32(barriers + uint32(8 * KEYS_FULL) + which * uint32(72))
     free = uint32(barriers + uint32(8) * which)
-    row = int32(0)
+    row, kind = int32(0), int32(IN_BOXES)
+    block = int32(word_at(item, SHARED_BEGIN) + int32(index))
     if is_leader:
-        block = int32(word_at(item, SHARED_BEGIN) + int32(index))
+        if int32(int32(block + int32(1)) * int32(KEY_BLOCK)) > word_at(item, PREFIX):
+            kind = int32(IN_BOXES | OF_SLOTS)
         row = int32(block * int32(KEY_BLOCK))
         row = int32(row - int32(page_of_block(keys, block) * uint32(keys.page_size)))
         if uint32(page) >= uint32(keys.num_pages):
@@ -263,7 +283,8 @@ def load_boxes(keys, item, index, page, maps, base, which, parity, is_leader):  
     wait_for(uint32(free + uint32(8 * ROTARY_FREE)), parity)
     if is_leader:
         record = uint32(base + uint32(4 * RECORDS) + which * uint32(4 * RECORD_WORDS))
-        set_word(record, KIND, IN_BOXES)
+        set_word(record, KIND, kind)
+        set_word(record, BLOCK, block)
         arrive_and_expect(uint32(full + uint32(64)), uint32(CHUNK_BYTES))
         last = uint32(buffer + uint32(LATENT_CHUNKS * CHUNK_BYTES))
         copy_box(last, uint64(maps + uint64(128)), uint32(full + uint32(64)), int32(0), row, page)
@@ -341,7 +362,7 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
                 row = row_of_loader(which, lane)
                 key = int32(int32(shared_begin + gathered) * int32(KEY_BLOCK) + int32(row))
                 if gathered >= shared:
-                    common, own, count = path_group(item, gathered, path_block)
+                    common, own, count = path_group(tree, item, gathered, path_block)
                     key = key_of_slot(
                         tree, item, seen, path_block, first, common, own, count, row, sees_prefix
                     )
@@ -359,8 +380,9 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
             is_teller = is_leader and buffer == which
             if is_teller:
                 record = uint32(base + uint32(4 * RECORDS) + buffer * uint32(4 * RECORD_WORDS))
-                set_word(record, KIND, int32(OF_PATHS) if gathered >= shared else int32(IN_ROWS))
-                set_word(record, BLOCK, path_block)
+                block = path_block if gathered >= shared else int32(shared_begin + gathered)
+                set_word(record, KIND, kind_of_rows(tree, item, gathered, shared, block, count))
+                set_word(record, BLOCK, block)
                 set_word(record, FIRST, first)
                 set_word(record, COMMON, common)
                 set_word(record, OWN, own)

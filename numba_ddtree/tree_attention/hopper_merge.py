@@ -60,7 +60,8 @@ def merge_rest(s_words, workers, max_splits, partials, partial_sums, first_rows,
     """Merge what all blocks have left unmerged, by the warps that consume, when all have stored it.
 
     Each warp has as many pieces as any other, or one less, that follow each other: of few rows, whose sums
-    are then at hand.
+    are then at hand. Those that have more are of all blocks: what a multiprocessor gets of what others have
+    just written is little, however many of its warps ask.
     """
     rest = word_at(fresh_shared_address_of(s_words), REST)
     if rest == 0:
@@ -70,7 +71,7 @@ def merge_rest(s_words, workers, max_splits, partials, partial_sums, first_rows,
         meet_all_blocks(uint32(workers))
     meet_in_block()
     pieces, warps = uint32(uint32(rest) * uint32(PIECES)), uint32(uint32(workers) * uint32(CONSUMING_WARPS))
-    warp = uint32(uint32(cuda.blockIdx.x) * uint32(CONSUMING_WARPS) + uint32(fresh_thread() >> uint32(5)))
+    warp = uint32(uint32(fresh_thread() >> uint32(5)) * uint32(workers) + uint32(cuda.blockIdx.x))
     each = uint32(pieces // warps)
     more = uint32(pieces - uint32(each * warps))
     index = uint32(uint32(each * warp) + uint32(min(warp, more)))

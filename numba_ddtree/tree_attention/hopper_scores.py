@@ -23,13 +23,17 @@ from numba_ddtree.tree_attention.hopper_state import (
     FIRST_NODE,
     FIRST_ROW,
     OF_PATHS,
+    OF_SLOTS,
     OWN,
     PREFIX,
+    REQUEST,
     ROUNDED,
     pair_at,
     word_at,
 )
 from numba_ddtree.tree_attention.path_blocks import visible_columns
+from numba_ddtree.tree_attention.slot_blocks import visible_slots
+from numba_ddtree.tree_attention.work import KEY_BLOCK
 
 if not SIMULATED:
     from numba_ddtree.device.ptx import exp2, larger_of, log2, product_of, quick_reciprocal, sum_of
@@ -123,29 +127,52 @@ def node_of_row(row, heads):  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def visible_scores(scores, kind, item, seen, record, heads, sees_prefix, scale):  # type: ignore[no-untyped-def]
+def visible_in_paths(item, seen, record, node_0, node_1, row, sees_prefix):  # type: ignore[no-untyped-def]
+    """Bits (uint64) of a block of paths that a lane's two rows see."""
+    first_seen = int32(0) if sees_prefix != 0 else word_at(item, PREFIX)
+    first = int32(word_at(item, FIRST_NODE) + word_at(record, FIRST))
+    block, count = word_at(record, BLOCK), word_at(record, COUNT)
+    common, own = word_at(record, COMMON), word_at(record, OWN)
+    place_0, place_1 = int32(node_0 - first), int32(node_1 - first)
+    bits_0 = visible_columns(block, common, own, place_0, count, word_at(seen, row), first_seen)
+    seen_1 = word_at(seen, uint32(row + uint32(8)))
+    return bits_0, visible_columns(block, common, own, place_1, count, seen_1, first_seen)
+
+
+@device_routine
+def visible_in_tree(tree, item, record, node_0, node_1):  # type: ignore[no-untyped-def]
+    """Bits (uint64) of a block of the tree's keys that a lane's two rows see.
+
+    They are asked for where few wait for them: the warp that described the item has just read the same.
+    """
+    request = word_at(item, REQUEST)
+    first = int32(word_at(record, BLOCK) * int32(KEY_BLOCK) - word_at(item, PREFIX))
+    return (
+        visible_slots(tree.ancestor_bits, request, node_0, first),
+        visible_slots(tree.ancestor_bits, request, node_1, first),
+    )
+
+
+@device_routine
+def visible_scores(scores, kind, tree, item, seen, record, sees_prefix, scale):  # type: ignore[no-untyped-def]
     """Scores of a block, -inf where its rows do not see a key.
 
     They are scaled here only by what is not positive, which turns the largest into the least.
     """
-    if kind != OF_PATHS and scale > float32(0):
+    is_masked = kind >= OF_PATHS
+    if not is_masked and scale > float32(0):
         return scores
     if not scale > float32(0):
         scores = scale_rows(scores, (scale, scale))
-    if kind == OF_PATHS:
+    if is_masked:
         row, quad = row_of_lane()
-        first_row, first_seen = (
-            word_at(item, FIRST_ROW),
-            int32(0) if sees_prefix != 0 else word_at(item, PREFIX),
-        )
-        first = int32(word_at(item, FIRST_NODE) + word_at(record, FIRST))
-        block, count = word_at(record, BLOCK), word_at(record, COUNT)
-        common, own = word_at(record, COMMON), word_at(record, OWN)
-        place_0 = int32(node_of_row(uint32(uint32(first_row) + row), heads) - first)
-        place_1 = int32(node_of_row(uint32(uint32(first_row) + row + uint32(8)), heads) - first)
-        bits_0 = visible_columns(block, common, own, place_0, count, word_at(seen, row), first_seen)
-        seen_1 = word_at(seen, uint32(row + uint32(8)))
-        bits_1 = visible_columns(block, common, own, place_1, count, seen_1, first_seen)
+        first_row = uint32(word_at(item, FIRST_ROW))
+        node_0 = node_of_row(uint32(first_row + row), tree.heads)
+        node_1 = node_of_row(uint32(first_row + row + uint32(8)), tree.heads)
+        if kind >= OF_SLOTS:
+            bits_0, bits_1 = visible_in_tree(tree, item, record, node_0, node_1)
+        else:
+            bits_0, bits_1 = visible_in_paths(item, seen, record, node_0, node_1, row, sees_prefix)
         shift = uint64(quad << uint32(1))
         scores = keep_columns(scores, uint64(bits_0 >> shift), uint64(bits_1 >> shift))
         cuda.syncwarp()

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_ddtree.cuda_target import SIMULATED
+from numba_ddtree.cuda_target import SIMULATED, int32
 from numba_ddtree.tree_attention.key_rows import KEY_SIGNATURE, Keys, key_arguments
 from numba_ddtree.tree_attention.outputs import output_form
 from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share
@@ -134,7 +134,7 @@ def make_kernel(attend: Any, name: str) -> Any:
                 ckv, ckv_stride, ckv_page_stride, kpe, kpe_stride, kpe_page_stride, page_size, num_pages,
                 page_table, page_starts, table_stride,
             ),
-            Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads),
+            Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads, int32(0)),
             Share(workers, rest_tiles, split_blocks, max_splits),
             max_keys,
             sees_prefix,

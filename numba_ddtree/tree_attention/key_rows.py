@@ -10,6 +10,7 @@ from numba_ddtree.cuda_target import cuda, device_function, device_routine, int3
 from numba_ddtree.tree_attention.work import KeyRows
 
 ABSENT = np.uint64(0)  # address of a row that is not to be read
+NO_PATH = 2**20  # longer than any path
 KEY_SIGNATURE = "uint64, int64, int64, uint64, int64, int64, int32, int32, int32[::1], int32[::1], int32"
 
 
@@ -85,6 +86,17 @@ def path_length(ancestor_bits: Any, request: Any, node: Any) -> Any:
     length = int32(0)
     for word in range(uint32(ancestor_bits.shape[2])):
         length += int32(cuda.popc(uint32(ancestor_bits[uint32(request), uint32(node), uint32(word)])))
+    return int32(length)
+
+
+@device_routine
+def path_in_use(ancestor_bits: Any, request: Any, node: Any, slots: Any) -> Any:
+    """`path_length` where a node sees none but the first `slots`, and `NO_PATH` otherwise."""
+    length = int32(0)
+    for word in range(uint32(ancestor_bits.shape[2])):
+        bits = uint32(ancestor_bits[uint32(request), uint32(node), uint32(word)])
+        inside = int32(max(int32(0), min(int32(32), int32(slots - int32(uint32(word) << uint32(5))))))
+        length += int32(cuda.popc(bits) if uint64(uint64(bits) >> uint64(inside)) == uint64(0) else NO_PATH)
     return int32(length)
 
 

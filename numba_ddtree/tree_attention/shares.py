@@ -31,6 +31,7 @@ else:
 
 SHARE_SIGNATURE = "int32, int32, int32, int32"
 ITEM_BLOCKS = 4  # blocks' worth of time that an item takes beside its blocks
+MERGED_SLOTS = 24  # slots of partial results that are merged in a block's worth of time
 ALL_WHOLE = 2**29  # tiles that are taken whole, if all are
 MOST_TIME = 2**26 - 1
 WITHOUT_SPLITS = 2**24  # blocks of a split, where there is to be but one
@@ -70,8 +71,8 @@ def first_requests(tree: Any, keys: Any, max_keys: Any) -> Any:
 @device_routine
 def gathered_more(tree: Any, request: Any, blocks: Any) -> Any:
     """Blocks (int32) that paths of a full tile's nodes take beside those of one node; see `path_blocks`."""
-    if tree.heads >= TILE_ROWS:
-        return int32(0)  # rows of one node, or of two, for which no time is spent here
+    if tree.heads >= TILE_ROWS or tree.by_slot != 0:
+        return int32(0)  # rows of one node, or of two, for which no time is spent here; or no paths
     prefix = prefix_of(tree, request)
     longest = int32(prefix + min(tree.num_nodes[uint32(request)], tree.max_path))
     nodes = uint32(min(tree.num_nodes[uint32(request)], int32(quotient(TILE_ROWS, tree.heads))))
@@ -148,6 +149,7 @@ def time_of_rest(share: Any, rest: Any, longest: Any, typical: Any, more: Any, l
     First the workers share whole splits, so many as `longest` blocks have but not more than tiles of
     `typical` length may have. Those that are idle in the last round take what is left of the tiles; if they
     are too few, that comes after. A tile's last split has `more` blocks beside those of its range, for paths.
+    And then partial results are merged.
     """
     splits = uint32(longest // length)
     left = uint32(longest - uint32(splits * length))
@@ -156,11 +158,12 @@ def time_of_rest(share: Any, rest: Any, longest: Any, typical: Any, more: Any, l
     idle = uint32(uint32(rounds * uint32(share.workers)) - items)
     round_time = uint32(length + uint32(ITEM_BLOCKS))
     time = uint32(rounds * round_time)
+    merge = uint32(uint32(rest * quotient(longest, length)) // uint32(MERGED_SLOTS))
     if left == 0:
-        return uint32(time + more)
+        return uint32(time + more + merge)
     last = uint32(uint32(left + more) + uint32(ITEM_BLOCKS))
     before = uint32(time - round_time) if rounds > 0 and rest <= idle else time
-    return uint32(max(time, uint32(before + last)))
+    return uint32(max(time, uint32(before + last)) + merge)
 
 
 @device_routine

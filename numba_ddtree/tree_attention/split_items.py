@@ -16,7 +16,8 @@ TREE_SIGNATURE = "uint32[:, :, ::1], int32[::1], int32[::1], int32, int32"
 class Tree(NamedTuple):
     """A batch of trees, as kernels take it: in the order of `TREE_SIGNATURE`.
 
-    `max_path` and `heads` are int32; `prefix_lengths` may be empty, for 0.
+    `max_path` and `heads` are int32; `prefix_lengths` may be empty, for 0. `by_slot`, an int32 that is not in
+    the signature, says whether the tree's keys are read as they lie (see `slot_blocks`).
     """
 
     ancestor_bits: Any
@@ -24,6 +25,7 @@ class Tree(NamedTuple):
     prefix_lengths: Any
     max_path: Any
     heads: Any
+    by_slot: Any
 
 
 @device_routine
@@ -44,7 +46,10 @@ def is_valid_request(tree: Any, keys: Any, request: Any, max_keys: Any) -> Any:
 @device_routine
 def blocks_of(tree: Any, request: Any) -> Any:
     """Blocks (int32) of the longest key range that a node of a valid request can have."""
-    longest = uint32(prefix_of(tree, request)) + uint32(min(tree.num_nodes[uint32(request)], tree.max_path))
+    count = tree.num_nodes[uint32(request)]
+    if tree.by_slot == 0:
+        count = min(count, tree.max_path)
+    longest = uint32(prefix_of(tree, request)) + uint32(count)
     return int32(uint32(longest + uint32(KEY_BLOCK - 1)) // uint32(KEY_BLOCK))
 
 
@@ -83,9 +88,9 @@ def most_keys(splits: SplitPlan) -> np.int32:
     )
 
 
-def tree_arguments(work: Work) -> Tree:
+def tree_arguments(work: Work) -> tuple[Any, ...]:
     """Return what a kernel is launched with."""
-    return Tree(
+    return (
         work.ancestor_bits,
         work.num_nodes,
         work.prefix_lengths,

@@ -14,6 +14,7 @@ from numba_ddtree.tree_attention.key_rows import Keys
 from numba_ddtree.tree_attention.shares import (
     ALL_WHOLE,
     ITEM_BLOCKS,
+    MERGED_SLOTS,
     Share,
     find_item,
     first_requests,
@@ -37,7 +38,7 @@ def list_items(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     zero = int32(0)
     keys = Keys(zero, zero, zero, zero, zero, zero, int32(64), int32(1), pages, pages[:0], pages.shape[0])
-    tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads)
+    tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads, 0)
     share = Share(int32(WORKERS), int32(rest_tiles), int32(length), int32(most))
     whole, shared_length, rest = share_out(tree, keys, share, MOST, first_requests(tree, keys, MOST))
     if cuda.threadIdx.x == 0:
@@ -132,15 +133,16 @@ def more_blocks(prefix: int, nodes: int, longest: int) -> int:
 
 
 def estimated_time(tiles: int, blocks: int, more: int, size: int) -> int:
-    """Time of tiles with splits of so many blocks: rounds of whole splits, then what is left of the tiles."""
+    """Time of tiles with splits of so many blocks: rounds of whole splits, what is left of them, a merge."""
     items, left = tiles * (blocks // size), blocks % size
     rounds = -(-items // WORKERS)
     time = rounds * (size + ITEM_BLOCKS)
+    merge = tiles * -(-blocks // size) // MERGED_SLOTS
     if left == 0:
-        return time + more
+        return time + more + merge
     is_in_last_round = rounds > 0 and rounds * WORKERS - items >= tiles
     before = time - is_in_last_round * (size + ITEM_BLOCKS)
-    return max(time, before + left + more + ITEM_BLOCKS)
+    return max(time, before + left + more + ITEM_BLOCKS) + merge
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def list_bands(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     zero = int32(0)
     keys = Keys(zero, zero, zero, zero, zero, zero, int32(64), int32(1), pages, pages[:0], pages.shape[0])
-    tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads)
+    tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads, 0)
     share = Share(int32(WORKERS), int32(rest_tiles), int32(0), int32(most))
     first = first_requests(tree, keys, MOST)
     whole, length, rest, side = share_out_in_bands(tree, keys, share, MOST, first)
@@ -226,7 +228,7 @@ def blocks_of_request(prefix: int, count: int) -> int:
         ([3, 1], [8000, 5000], 64, 8, 1),  # 4 tiles on 7 workers
         ([2, 2], [40000, 30000], 64, 3, 2),  # too many keys for each to read its own
         ([3, 1], [40000, 30000], 64, 3, 0),  # and requests that cannot go side by side
-        ([5], [12000], 64, 8, 1),
+        ([4], [12000], 64, 6, 1),
         ([4, 3, 4, 0, 1], [3000, 5000, 100, 9000, 8000], 64, 8, 1),  # one round of whole tiles
         ([9, 9], [20000, 20000], 20, 8, 0),  # 6 tiles: splits
     ],
