@@ -45,6 +45,7 @@ from numba_ddtree.tree_attention import (  # noqa: E402
     hopper_scores,
     hopper_state,
     path_blocks,
+    slot_blocks,
 )
 
 MAP_BYTES = 128
@@ -266,6 +267,27 @@ def check_alone(case: Case, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(lse_alone[0, 0], lse[0, node])
 
 
+def check_faults_by_slot(rng: np.random.Generator) -> None:
+    """Check that a tile is NaN, and no other, of which a node sees what is not in use, or is too deep."""
+    for fault in ("deep", "behind"):
+        most = 6 if fault == "deep" else 9
+        case = Case([70], 10, 16, page_size=64, by_slot=True, counts=[9], max_path=most)
+        given = random_inputs(case, rng)
+        parents = np.array([[-1, 0, 0, 0, 0, 4, 5, 6, 7, 8]], np.int32)
+        if fault == "deep":
+            parents[0, 4] = 3
+            parents[0, 3] = 2
+        tree = tree_of(case, parents)
+        if fault == "behind":
+            bits = tree.ancestor_bits.copy()
+            bits[0, 5, 0] |= 1 << 9
+            tree = replace(tree, ancestor_bits=bits)
+        out, _ = attend(case, replace(given, tree=tree), rng)
+        assert np.isfinite(out[0, :4]).all()
+        assert np.isnan(out[0, 4:8]).all()
+        assert np.isfinite(out[0, 8]).all() == (fault == "behind")
+
+
 def check_too_deep(rng: np.random.Generator) -> None:
     """Check that nodes with longer paths than was said are NaN, whatever becomes of their splits."""
     for more in ({"page_size": 64}, {"split_blocks": 1, "workers": 2}, {"split_blocks": 1, "rest_tiles": 0}):
@@ -300,6 +322,36 @@ def check_packing(rng: np.random.Generator) -> None:
                 moved = [c - 16 * own * place if c >= 16 * common else c for c in columns]
                 assert moved == list(range(max(0, min(64, int(seen[node]) - 64 * block))))
                 assert path_blocks.visible_columns(block, common, own, -1, count, int(seen[node]), 0) == 0
+
+
+def check_mean_blocks(rng: np.random.Generator) -> None:
+    """Check the mean number of blocks that paths take against how they are packed."""
+    for heads in (1, 5, 8, 16, 24, 63, 64, 128):
+        slots, depth = int(rng.integers(1, 80)), int(rng.integers(1, 70))
+        nodes, blocks = min(slots, -(-64 // heads)), 0
+        for prefix in range(64):
+            for block in range(-(-(prefix + depth) // 64)):
+                _, _, count = path_blocks.group_shape(prefix, block, prefix + depth)
+                blocks += -(-nodes // int(count))
+        assert slot_blocks.blocks_by_path(slots, heads, depth) == blocks / 64
+
+
+def check_slots_seen(rng: np.random.Generator) -> None:
+    """Check which keys a node sees of a block that begins anywhere before, in or behind the tree."""
+    for slots in (1, 31, 32, 33, 64, 65, 100, 129):
+        sees = rng.integers(0, 2, (2, slots, slots)).astype(bool)
+        padded = np.zeros((2, slots, -(-slots // 32) * 32), bool)
+        padded[..., :slots] = sees
+        bits = np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
+        for first in (*range(-63, 70), slots - 1, slots, slots + 64):
+            node = int(rng.integers(slots))
+            wanted = [
+                slot < 0 or (slot < slots and bool(sees[1, node, slot])) for slot in range(first, first + 64)
+            ]
+            got = int(slot_blocks.visible_slots(bits, 1, node, first))
+            assert [bool(got >> column & 1) for column in range(64)] == wanted
+        assert slot_blocks.visible_slots(bits, 1, slots, 0) == 0
+        assert slot_blocks.visible_slots(bits, 0, -1, 0) == 0
 
 
 def check_nodes_of_rows() -> None:
@@ -396,12 +448,17 @@ def main(names: list[str]) -> None:
             look_late()
         if name == "packing":
             check_packing(rng)
+            check_mean_blocks(rng)
+        elif name == "slots seen":
+            check_slots_seen(rng)
         elif name == "alone":
             check_alone(Case([100], 9, 16, page_size=16, workers=2), rng)
             check_alone(Case([60], 6, 12, page_size=64, split_blocks=1, workers=2), rng)
             check_alone(Case([180], 6, 12, page_size=64, workers=2, bits=0.5), rng)
         elif name == "too deep":
             check_too_deep(rng)
+        elif name == "by slot, and wrong":
+            check_faults_by_slot(rng)
         elif name == "nodes of rows":
             check_nodes_of_rows()
         else:

@@ -54,6 +54,8 @@ CASES = (
     "by slot, foretold",
     "by slot, foretold wrongly",
     "by slot, paired",
+    "by slot, and wrong",
+    "slots seen",
     "nodes of rows",
     "too deep",
     "rising",

@@ -162,11 +162,12 @@ def test_first_items_are_found_by_the_numbers_of_the_run(
     assert blocks == run_blocks == multiprocessors // 2 * 2
     for kernel, passed in ((finding, found), (attend, run)):
         assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, passed))]
-    *keys_to_most_keys, has_bands, sees_prefix, items = map(plain, found)
+    *keys_to_most_keys, has_bands, sees_prefix, by_slot, items = map(plain, found)
     assert keys_to_most_keys == list(map(plain, run[4:25]))
-    maps, in_boxes, *others = map(plain, run[25:30])
+    maps, in_boxes, *others = map(plain, run[25:31])
     assert (maps, in_boxes) == (77 << 32, 1)
-    assert others == [has_bands, items, sees_prefix] == [may_have_bands, FOUND_AT, 1]
+    assert others == [has_bands, items, sees_prefix, by_slot]
+    assert others == [may_have_bands, FOUND_AT, 1, split_keys == "fastest"]
 
 
 def test_a_schedule_that_comes_again_is_launched_and_nothing_else(

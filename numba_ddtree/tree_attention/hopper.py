@@ -521,6 +521,8 @@ def make_kernel(number: str, name: str) -> Any:
                 pair = int32(pair + int32(1))
             await_p1_read()
             is_stored = store_partial(output, item, LATENT // 2, partials)
+            if is_paired(item):
+                part_right(fresh_shared_address_of(s_words), item, output)
             rounded = grown_by_pair(rounded, base, row, last, added)
             if word_at(item, FAULT) != 0:
                 totals = rounded = float32(np.nan), float32(np.nan)
@@ -543,7 +545,6 @@ def make_kernel(number: str, name: str) -> Any:
                 rotary = rotary_words(next_item, q_pe, pe_stride)
             if is_paired(item):
                 send_sums(fresh_shared_address_of(s_words))
-                part_right(fresh_shared_address_of(s_words), item, output)
                 finish_right(fresh_shared_address_of(s_words), item, out, lse, form)
             elif not is_stored:
                 chunk = uint32(base + uint32(WEIGHTS_AT + CHUNK_BYTES))

@@ -149,7 +149,8 @@ def time_of_rest(share: Any, rest: Any, longest: Any, typical: Any, more: Any, l
     First the workers share whole splits, so many as `longest` blocks have but not more than tiles of
     `typical` length may have. Those that are idle in the last round take what is left of the tiles; if they
     are too few, that comes after. A tile's last split has `more` blocks beside those of its range, for paths.
-    And then partial results are merged.
+    And then partial results are merged, which counts where the length is chosen: with a given one, tiles that
+    are taken whole fold as many.
     """
     splits = uint32(longest // length)
     left = uint32(longest - uint32(splits * length))
@@ -158,7 +159,9 @@ def time_of_rest(share: Any, rest: Any, longest: Any, typical: Any, more: Any, l
     idle = uint32(uint32(rounds * uint32(share.workers)) - items)
     round_time = uint32(length + uint32(ITEM_BLOCKS))
     time = uint32(rounds * round_time)
-    merge = uint32(uint32(rest * quotient(longest, length)) // uint32(MERGED_SLOTS))
+    merge = uint32(0)
+    if share.split_blocks == 0:
+        merge = uint32(uint32(rest * quotient(longest, length)) // uint32(MERGED_SLOTS))
     if left == 0:
         return uint32(time + more + merge)
     last = uint32(uint32(left + more) + uint32(ITEM_BLOCKS))

@@ -132,12 +132,12 @@ def more_blocks(prefix: int, nodes: int, longest: int) -> int:
     return more
 
 
-def estimated_time(tiles: int, blocks: int, more: int, size: int) -> int:
+def estimated_time(tiles: int, blocks: int, more: int, size: int, is_given: bool) -> int:
     """Time of tiles with splits of so many blocks: rounds of whole splits, what is left of them, a merge."""
     items, left = tiles * (blocks // size), blocks % size
     rounds = -(-items // WORKERS)
     time = rounds * (size + ITEM_BLOCKS)
-    merge = tiles * -(-blocks // size) // MERGED_SLOTS
+    merge = 0 if is_given else tiles * -(-blocks // size) // MERGED_SLOTS
     if left == 0:
         return time + more + merge
     is_in_last_round = rounds > 0 and rounds * WORKERS - items >= tiles
@@ -165,7 +165,7 @@ def test_the_length_that_balances(N: int, H: int, prefix: int, more: int, length
         counts, prefixes, N, H, rest_tiles=6, length=length, most=32, parts=1
     )
     sizes = [length] if length else [-(-(32 + more) // splits) for splits in range(1, 33)]
-    times = {size: estimated_time(3, 32, more, size) for size in sizes}  # the longest first
+    times = {size: estimated_time(3, 32, more, size, length > 0) for size in sizes}  # the longest first
     assert (whole, rest) == (0, 3)
     assert chosen == min(sizes, key=lambda size: times[size])
     assert times[chosen] < 32 + more + ITEM_BLOCKS
