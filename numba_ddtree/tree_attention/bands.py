@@ -11,7 +11,7 @@ many workers as a request has tiles go through it, one for each tile.
 
 Time counts, not blocks alone: a tile takes some for its beginning, before its first block, and half a pair of
 blocks takes as long as a pair. So each tile has a *stretch* of positions, as many as `stretch_of` says, of
-which bands are cut: the first `BEGIN_BLOCKS` have no block, and all that is cut there is even.
+which bands are cut: the first `BEGIN_BLOCKS` have no block. Stretches and bands are even.
 
 To the others a tile in bands looks as if it had splits: `length` blocks each, but the first, which lacks the
 tile's *offset*, the blocks of its first band that belong to tiles before it.

@@ -153,7 +153,7 @@ def describe_paths(  # type: ignore[no-untyped-def]
             node = uint32(uint32(first_row) + row) // uint32(tree.heads)
             path = path_in_use(tree.ancestor_bits, request, node, in_use)
             keys_seen = int32(min(path, tree.max_path))
-            if tree.by_slot != 0:
+            if tree.by_slot != 0 or keys_seen > in_use:  # for splits to be no more than there are
                 keys_seen = in_use
             keys_seen = int32(prefix + keys_seen)
             shortest = uint32(min(shortest, uint32(keys_seen)))

@@ -60,8 +60,8 @@ def merge_rest(s_words, workers, max_splits, partials, partial_sums, first_rows,
     """Merge what all blocks have left unmerged, by the warps that consume, when all have stored it.
 
     Each warp has as many pieces as any other, or one less, that follow each other: of few rows, whose sums
-    are then at hand. Those that have more are of all blocks: what a multiprocessor gets of what others have
-    just written is little, however many of its warps ask.
+    are then at hand. Those that have one more are spread over all blocks: a multiprocessor gets little at a
+    time of what others have just written, however many of its warps ask.
     """
     rest = word_at(fresh_shared_address_of(s_words), REST)
     if rest == 0:

@@ -143,7 +143,7 @@ def visible_in_paths(item, seen, record, node_0, node_1, row, sees_prefix):  # t
 def visible_in_tree(tree, item, record, node_0, node_1):  # type: ignore[no-untyped-def]
     """Bits (uint64) of a block of the tree's keys that a lane's two rows see.
 
-    They are asked for where few wait for them: the warp that described the item has just read the same.
+    They mostly come from L1, where the warp that described the item has just read them.
     """
     request = word_at(item, REQUEST)
     first = int32(word_at(record, BLOCK) * int32(KEY_BLOCK) - word_at(item, PREFIX))

@@ -61,8 +61,9 @@ def count_keys(thread, height, tree, item, state):  # type: ignore[no-untyped-de
         if int32(thread) < item.rows:
             node = uint32(uint32(item.first_row) + thread) // uint32(tree.heads)
             length = path_length(tree.ancestor_bits, item.request, node)
-            fault = int32(length > tree.max_path)
-            seen = int32(item.prefix + min(length, tree.max_path))
+            most = min(tree.max_path, tree.num_nodes[uint32(item.request)])
+            fault = int32(length > most)
+            seen = int32(item.prefix + min(length, most))
         if thread < uint32(height):
             state.seen[thread] = seen
             state.faults[thread] = fault
