@@ -45,6 +45,7 @@ class Case:
     max_path: int | None = None  # that the kernel is told
     foretold: list[int] | None = None  # prefixes of which first items are found before
     by_slot: bool = False
+    poison: float = np.nan  # of outputs
     fields: dict[str, Any] = field(default_factory=dict)
 
 

@@ -207,8 +207,8 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
     MAPS[FIRST_MAP], MAPS[FIRST_MAP + MAP_BYTES] = ckv, kpe
     slots, heads = given.q_nope.shape[1:3]
     partials = Partials.make(case)
-    out = np.full(given.q_nope.shape, np.nan, np.float32 if case.is_float32 else bfloat16)
-    lse = np.full(given.q_nope.shape[:3], np.nan, np.float32)
+    out = np.full(given.q_nope.shape, case.poison, np.float32 if case.is_float32 else bfloat16)
+    lse = np.full(given.q_nope.shape[:3], case.poison, np.float32)
     i32, i64, u64 = np.int32, np.int64, np.uint64
     arguments = (
         u64(given.q_nope.ctypes.data), i64(1024), u64(given.q_pe.ctypes.data), i64(128),
@@ -286,6 +286,28 @@ def check_faults_by_slot(rng: np.random.Generator) -> None:
         assert np.isfinite(out[0, :4]).all()
         assert np.isnan(out[0, 4:8]).all()
         assert np.isfinite(out[0, 8]).all() == (fault == "behind")
+
+
+def check_slots_behind(rng: np.random.Generator) -> None:
+    """Check that a node is NaN that sees a slot that is not in use, in a block that its request has not.
+
+    Whether its tile is whole, is cut into splits, or might have been one of a pair.
+    """
+    for prefixes, counts, more in (
+        ([60], [1], {"rest_tiles": 0}),
+        ([60, 100], [1, 2], {"workers": 2}),
+        ([60, 100], [1, 3], {"workers": 8}),
+    ):
+        case = Case(prefixes, 8, 64, split_blocks=1, counts=counts, poison=7, max_path=8, **more)
+        given = random_inputs(case, rng)
+        bits = given.tree.ancestor_bits.copy()
+        bits[0, 0, 0] |= 1 << 5
+        out, lse = attend(case, replace(given, tree=replace(given.tree, ancestor_bits=bits)), rng)
+        assert np.isnan(out[0, 0]).all()
+        assert np.isnan(lse[0, 0]).all()
+        if len(counts) > 1:
+            assert np.isfinite(out[1]).all()
+            assert (out[1, : counts[1]] != case.poison).all()
 
 
 def check_too_deep(rng: np.random.Generator) -> None:
@@ -457,6 +479,8 @@ def main(names: list[str]) -> None:
             check_alone(Case([180], 6, 12, page_size=64, workers=2, bits=0.5), rng)
         elif name == "too deep":
             check_too_deep(rng)
+        elif name == "slots behind":
+            check_slots_behind(rng)
         elif name == "by slot, and wrong":
             check_faults_by_slot(rng)
         elif name == "nodes of rows":

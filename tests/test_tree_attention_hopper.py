@@ -56,6 +56,7 @@ CASES = (
     "by slot, paired",
     "by slot, and wrong",
     "slots seen",
+    "slots behind",
     "nodes of rows",
     "too deep",
     "rising",

@@ -1,8 +1,8 @@
-"""The rest of a batch cut into bands: as many blocks for each worker, wherever in a tile they begin.
+"""The rest of a batch cut into bands: as much work for each worker, wherever in a tile it begins.
 
 Splits of one length are as long for all tiles, and where they are no multiple of the workers some are idle
-in the last round. Bands leave hardly any idle: the blocks of all tiles of the rest, one tile after the other,
-are cut into as many equal bands as there are workers. A worker may so have a tile's end and the next one's
+in the last round. Bands leave hardly any idle: the work of all tiles of the rest, one tile after the other,
+is cut into as many equal bands as there are workers. A worker may so have a tile's end and the next one's
 beginning, each with outputs of its own to be merged, so that bands are taken only where that pays.
 
 Workers should read the same keys at the same time, too, unless L2 holds all of them. So where requests have
@@ -14,7 +14,7 @@ blocks takes as long as a pair. So each tile has a *stretch* of positions, as ma
 which bands are cut: the first `BEGIN_BLOCKS` have no block. Stretches and bands are even.
 
 To the others a tile in bands looks as if it had splits: `length` blocks each, but the first, which lacks the
-tile's *offset*, the blocks of its first band that belong to tiles before it.
+tile's *offset*, the positions of its first band that come before its first block.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from numba_ddtree.tree_attention.shares import (
 from numba_ddtree.tree_attention.work import SplitPlan
 
 LEAST_GAIN = 1 / 16  # of the time of splits, for bands to be taken
-MOST_BLOCKS = 2**20  # of a request, for positions among all blocks of the rest to fit int32
+MOST_BLOCKS = 2**20  # of a request, for all positions of the rest to fit int32
 BUSY = 0.9  # share of the workers that splits give something to do
 FEW_ROUNDS = 3  # of whole tiles
 L2_BLOCKS = 220  # of keys that any worker may read at any time, 16 MB
-BEGIN_BLOCKS = 6  # blocks' worth of time, an even number: of a tile's first and last blocks, too
+BEGIN_BLOCKS = 6  # blocks' worth of time, an even number, that a tile in a band takes beside its blocks
 
 
 @device_routine
@@ -119,9 +119,9 @@ def cut_in_bands(
     time: Any,
     more: Any,
 ) -> Any:
-    """Blocks of a band and tiles side by side (int32) for all tiles but the first `whole`; by a warp.
+    """Positions of a band and tiles side by side (int32) for all tiles but the first `whole`; by a warp.
 
-    0 blocks where splits, which take `time`, are better.
+    0 where splits, which take `time`, are better.
     """
     places, places_of_keys, longest, most, requests, left = count_rest(tree, keys, max_keys, first, whole)
     is_even = uint32(most * requests) == left

@@ -21,7 +21,7 @@ memory (`hopper_pairs`); other splits are merged by all blocks, when they have m
 Outputs are divided by the sum of rounded probabilities (`split_fold`), by which much of the rounding
 cancels. A row's arithmetic does not depend on which warpgroup does it, nor on what shares its tile: results
 have the same bits wherever a block comes in its pair, and whether its keys lie in the prefix or were gathered
-(`path_blocks`).
+(`path_blocks`); only where the device chooses splits the tree's keys may be read otherwise (`slot_blocks`).
 
 Registers are a block's own pool of 384 x 168: 216 for each thread that consumes and 72 for one that produces.
 """

@@ -48,9 +48,9 @@ PAIRS = 0  # that all splits are two of a tile, of which the blocks of a cluster
 SHARED_BYTES = 4 * (SIDE + 1)
 
 # Words of an item: the shared blocks, `SHARED` from `SHARED_BEGIN` on, come first of `STREAM` in all, then
-# those with path keys; the longest row sees `LONGEST` keys, and a split has `LENGTH` blocks, of which the
-# first lacks `OFFSET` (see `bands`). Partial results go to rows from `SLOT_ROW` on, where an item that
-# `IS_FOLDED` finds what the splits before have come to.
+# those with path keys, or by slot the last one, which is not full; the longest row sees `LONGEST` keys, and a
+# split has `LENGTH` blocks, of which the first lacks `OFFSET` (see `bands`). Partial results go to rows from
+# `SLOT_ROW` on, where an item that `IS_FOLDED` finds what the splits before have come to.
 # What paths decide is there only with `ITEM_COUNTED`: `STREAM`, `LONGEST`, `GATHER_BEGIN`, `OUTPUT_KIND`,
 # `FIRST_NODE`, `NODES`, and the keys of `SEEN`.
 (
@@ -81,7 +81,7 @@ MIXED, PLAIN, IN_SLOT, PAIRED = range(4)
 # by; and what is to be done with it, in bits.
 KEPT, ADDED, FACTOR, TO_DO = range(4)
 # Words of a buffer's record: `COUNT` nodes from the tile's node `FIRST` on share a block of paths, as
-# `path_blocks` packs them. Of a block that is not masked only `KIND` is of use.
+# `path_blocks` packs them. Of a block by slot only `KIND` and `BLOCK` are of use.
 KIND, BLOCK, FIRST, COMMON, OWN, COUNT = range(6)
 IN_BOXES, IN_ROWS = 0, 1  # KIND, bit 0: how it is loaded
 OF_PATHS, OF_SLOTS = 2, 4  # the other bits: what masks it

@@ -91,7 +91,7 @@ def path_length(ancestor_bits: Any, request: Any, node: Any) -> Any:
 
 @device_routine
 def path_in_use(ancestor_bits: Any, request: Any, node: Any, slots: Any) -> Any:
-    """`path_length` where a node sees none but the first `slots`, and `NO_PATH` otherwise."""
+    """`path_length` where a node sees none but the first `slots`, and no less than `NO_PATH` otherwise."""
     length = int32(0)
     for word in range(uint32(ancestor_bits.shape[2])):
         bits = uint32(ancestor_bits[uint32(request), uint32(node), uint32(word)])

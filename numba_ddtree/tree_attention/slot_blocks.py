@@ -38,7 +38,7 @@ def blocks_by_slot(slots: int) -> float:
 
 @cache
 def blocks_by_path(slots: int, heads: int, max_path: int) -> float:
-    """Return how many gathered blocks a full tile's paths take, if the longest is, mean over all prefixes."""
+    """Return how many gathered blocks a full tile's paths of `max_path` slots take, over all prefixes."""
     nodes = min(slots, -(-TILE_ROWS // heads))
     blocks = 0
     for ahead in range(KEY_BLOCK):

@@ -89,7 +89,7 @@ def most_keys(splits: SplitPlan) -> np.int32:
 
 
 def tree_arguments(work: Work) -> tuple[Any, ...]:
-    """Return what a kernel is launched with."""
+    """Return what a kernel is launched with: all but `by_slot`."""
     return (
         work.ancestor_bits,
         work.num_nodes,
