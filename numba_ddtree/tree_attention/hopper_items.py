@@ -137,7 +137,7 @@ def describe_shared(  # type: ignore[no-untyped-def]
 def describe_paths(  # type: ignore[no-untyped-def]
     base, place, tree, request, tile, split, length, offset, shared, is_folded
 ):  # fmt: skip
-    """Write what an item's paths decide, or its tree by slot; by a warp. Return its number (int32) of blocks."""
+    """Write what an item's paths, or its tree, decide, by a warp; return its number (int32) of blocks."""
     lane = fresh_lane()
     item = uint32(base + uint32(4 * ITEMS) + place * uint32(4 * ITEM_WORDS))
     seen = uint32(base + uint32(4 * SEEN) + place * uint32(4 * TILE_ROWS))
