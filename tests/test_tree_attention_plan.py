@@ -243,8 +243,8 @@ def test_the_hopper_kernel_is_launched_by_its_signature(
     assert kernel is hopper.KERNELS[np.dtype(dtype).name]
     assert blocks == 132
     assert _wanted_kinds(kernel.signatures, None) == [tuple(map(_kind, given))]
-    maps, in_boxes, bands, first_items, sees_prefix, scale = given[25:31]
-    assert (maps, in_boxes, bands, sees_prefix) == (MAPS, 1, 0, 1)
+    maps, in_boxes, bands, first_items, sees_prefix, by_slot, scale = given[25:32]
+    assert (maps, in_boxes, bands, sees_prefix, by_slot) == (MAPS, 1, 0, 1, 0)
     assert first_items.shape == (0,)
     assert scale == np.float32(0.1 * np.log2(np.e))
 
