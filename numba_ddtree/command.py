@@ -126,6 +126,17 @@ class _End:
         os._exit(EXIT_INTERRUPTED)
 
 
+class _Raise:
+    """What an interruption meets later: an exception, and a note, since what runs then may drop that."""
+
+    def __init__(self) -> None:
+        self.is_pending = False
+
+    def __call__(self, *_: object) -> NoReturn:
+        self.is_pending = True
+        raise KeyboardInterrupt
+
+
 def end_when_interrupted(program: str) -> None:
     """Let an interruption end the process at once, by what `run_command` would say and return.
 
@@ -138,7 +149,17 @@ def end_when_interrupted(program: str) -> None:
 def raise_when_interrupted() -> None:
     """Undo `end_when_interrupted`, since from now on there may be something to keep."""
     if isinstance(signal.getsignal(signal.SIGINT), _End):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _Raise())
+
+
+def raise_dropped_interruption() -> None:
+    """Raise the `KeyboardInterrupt` that came since `raise_when_interrupted` and was dropped, if one was.
+
+    A callback of a weak reference, for instance, ends with a message instead of raising it.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Raise) and handler.is_pending:
+        raise KeyboardInterrupt
 
 
 def _leave_closed_pipe() -> int:

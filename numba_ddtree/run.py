@@ -19,6 +19,7 @@ from numba_ddtree.command import (
     EXIT_INTERRUPTED,
     OneLineParser,
     end_when_interrupted,
+    raise_dropped_interruption,
     raise_when_interrupted,
     real_number,
     run_command,
@@ -173,9 +174,14 @@ def _report(options: argparse.Namespace, run: Runner) -> int:
     raise_when_interrupted()
     reporter = Reporter(results_to_stderr=options.json)
     code = 0
+
+    def show(result: CheckResult) -> None:
+        reporter.show(result)
+        raise_dropped_interruption()
+
     try:
         with reporter:
-            run(reporter.show, reporter.start)
+            run(show, reporter.start)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,12 @@ from numba_ddtree import environment, run
 from numba_ddtree.bundle import read_bundle, write_bundle
 from numba_ddtree.cases import ATTENTION_CASES, AttentionCase
 from numba_ddtree.check_results import CheckResult, OnResult, OnStart
-from numba_ddtree.command import EXIT_CLOSED_PIPE
+from numba_ddtree.command import (
+    EXIT_CLOSED_PIPE,
+    end_when_interrupted,
+    raise_dropped_interruption,
+    raise_when_interrupted,
+)
 from numba_ddtree.environment import Choice, Device
 from numba_ddtree.errors import BackendError
 from numba_ddtree.reporting import Reporter
@@ -226,6 +232,19 @@ class TestCheck:
         assert first.startswith("build_tree/golden")
         assert rest.splitlines()[-1].endswith(" passed, 0 failed, interrupted")
         assert "Traceback" not in errors
+
+    def test_an_interruption_that_is_dropped_comes_later(self) -> None:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            end_when_interrupted("name")
+            raise_when_interrupted()
+            raise_dropped_interruption()
+            with contextlib.suppress(KeyboardInterrupt):  # as a weak reference's callback drops it
+                signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                raise_dropped_interruption()
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @pytest.mark.parametrize(
         "arguments",

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from numba_ddtree.bundle import atomic_file
-from numba_ddtree.command import one_line
+from numba_ddtree.command import one_line, raise_dropped_interruption
 from numba_ddtree.demo.array_module import array_module
 from numba_ddtree.demo.comparison import Difference, first_difference
 from numba_ddtree.demo.decoders import (
@@ -207,6 +207,7 @@ def _decode_all(
                 drawn.offer(this_round)
                 if trace is not None:
                     trace.add(this_round)
+                raise_dropped_interruption()
     except KeyboardInterrupt:
         outcome.interrupted = True
     except Exception as error:
