@@ -12,12 +12,22 @@ from kernel_checks import Library, numba_library, numpy_library, torch_get, torc
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
+from numba_ddtree.cuda_target import cuda
+from numba_ddtree.tree_attention.kernels import HOPPER_CAPABILITY
+
 
 def torch_library() -> Library:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch finds no device")
     return Library("torch", torch_put, torch_get)
+
+
+def hopper_library() -> Library:
+    """Return torch's, on a device that has the Hopper kernel."""
+    if tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
+        pytest.skip("this device has no products of whole warpgroups")
+    return torch_library()
 
 
 def cupy_library() -> Library:

@@ -26,7 +26,7 @@ from attention_checks import (
 )
 from attention_runs import Run, assert_same
 from kernel_checks import Library
-from libraries import torch_library
+from libraries import hopper_library
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
@@ -35,7 +35,6 @@ from numba_ddtree import ArgumentError, DraftTree
 from numba_ddtree.cuda_target import cuda
 from numba_ddtree.devices import multiprocessors
 from numba_ddtree.tree_attention.hopper import workers
-from numba_ddtree.tree_attention.kernels import HOPPER_CAPABILITY
 from numba_ddtree.tree_attention.work import TILE_ROWS
 
 pytestmark = pytest.mark.gpu
@@ -49,9 +48,7 @@ RUNS = 20
 
 @pytest.fixture
 def library() -> Library:
-    if tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
-        pytest.skip("this device has no products of whole warpgroups")
-    return torch_library()
+    return hopper_library()
 
 
 def tiles_of(inputs: CacheInputs) -> int:

@@ -21,12 +21,10 @@ from attention_checks import (
 )
 from attention_runs import Run, assert_same
 from kernel_checks import Library
-from libraries import torch_library
+from libraries import hopper_library
 from ml_dtypes import bfloat16
 
 from inputs import link
-from numba_ddtree.cuda_target import cuda
-from numba_ddtree.tree_attention.kernels import HOPPER_CAPABILITY
 from numba_ddtree.tree_attention.slot_blocks import blocks_by_path, blocks_by_slot, takes_slots
 
 OPTIONS: dict[str, Any] = {"kernel": "hopper", "split_keys": "fastest"}
@@ -70,9 +68,7 @@ def test_mean_numbers_of_blocks() -> None:
 
 @pytest.fixture
 def library() -> Library:
-    if tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
-        pytest.skip("this device has no products of whole warpgroups")
-    return torch_library()
+    return hopper_library()
 
 
 def offsets(rng: np.random.Generator, longest: int) -> list[int]:

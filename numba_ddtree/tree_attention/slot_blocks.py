@@ -19,7 +19,7 @@ from numba_ddtree.tree_attention.path_blocks import GROUP, GROUPS
 from numba_ddtree.tree_attention.shares import fresh_word
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS, SplitPlan, Work
 
-ALL = 0xFFFFFFFF
+ALL_SLOTS = 0xFFFFFFFF  # of a word
 
 
 def takes_slots(work: Work, splits: SplitPlan) -> np.int32:
@@ -32,13 +32,13 @@ def takes_slots(work: Work, splits: SplitPlan) -> np.int32:
 
 @cache
 def blocks_by_slot(slots: int) -> float:
-    """Return how many blocks the keys behind the prefix's last whole block take, mean over all prefixes."""
+    """Return the mean number, over all prefixes, of blocks behind the last whole one of a prefix."""
     return sum(-(-(ahead + slots) // KEY_BLOCK) for ahead in range(KEY_BLOCK)) / KEY_BLOCK
 
 
 @cache
 def blocks_by_path(slots: int, heads: int, max_path: int) -> float:
-    """Return how many gathered blocks a full tile's paths of `max_path` slots take, over all prefixes."""
+    """Return the same of gathered blocks, for a full tile's paths of `max_path` slots each."""
     nodes = min(slots, -(-TILE_ROWS // heads))
     blocks = 0
     for ahead in range(KEY_BLOCK):
@@ -63,7 +63,7 @@ def visible_slots(ancestor_bits, request, node, first):  # type: ignore[no-untyp
         # Words of 32 slots, the first of which may begin before slot `first`, and the third end behind.
         word, place = int32(int32(first) >> int32(5)), int32(-int32(int32(first) & int32(31)))
         while place < int32(KEY_BLOCK):
-            seen = uint64(ALL) if word < int32(0) else uint64(0)
+            seen = uint64(ALL_SLOTS) if word < int32(0) else uint64(0)
             if uint32(word) < uint32(words):
                 seen = uint64(load_flat(ancestor_bits, int64(int64(row) * int64(words) + int64(word))))
             moved = uint64(seen >> uint64(-place)) if place < int32(0) else uint64(seen << uint64(place))
