@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from numba_ddtree import DraftTree
 from numba_ddtree.refs.tree_attention import tree_attention
 from numba_ddtree.refs.tree_links import visibility_from_bits
+from numba_ddtree.tree_attention.split_items import BY_PATH
 
 SCALE = 192**-0.5
 # Rounded to bfloat16 are the probabilities and, where outputs are not merged, outputs; 2^-9 each at most, and
@@ -44,7 +45,7 @@ class Case:
     bits: float = 0  # by which weights rise with each 64 keys
     max_path: int | None = None  # that the kernel is told
     foretold: list[int] | None = None  # prefixes of which first items are found before
-    by_slot: bool = False
+    by_slot: int = BY_PATH
     poison: float = np.nan  # of outputs
     fields: dict[str, Any] = field(default_factory=dict)
 

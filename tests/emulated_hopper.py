@@ -47,6 +47,11 @@ from numba_ddtree.tree_attention import (  # noqa: E402
     path_blocks,
     slot_blocks,
 )
+from numba_ddtree.tree_attention.split_items import (  # noqa: E402
+    BY_SLOT,
+    BY_SLOT_IN_ONE_PAIR,
+    BY_SLOT_IN_ROWS,
+)
 
 MAP_BYTES = 128
 FIRST_MAP = 4096
@@ -104,21 +109,54 @@ CASES = {
         [150, 20], 3, 32, page_size=64, split_blocks=2, workers=8, foretold=[70, 152], is_late=True
     ),
     "foretold, and paired": Case([250], 3, 64, page_size=64, split_blocks=2, workers=6, foretold=[250]),
-    "by slot": Case([100], 9, 16, page_size=64, workers=2, by_slot=True),
-    "by slot, and gathered": Case([330, 20], 9, 8, page_size=16, workers=2, by_slot=True, counts=[9, 3]),
+    "by slot": Case([100], 9, 16, page_size=64, workers=2, by_slot=BY_SLOT),
+    "by slot, and gathered": Case(
+        [330, 20], 9, 8, page_size=16, workers=2, by_slot=BY_SLOT_IN_ROWS, counts=[9, 3]
+    ),
     "by slot and late": Case(
-        [130, 0], 70, 2, page_size=64, split_blocks=1, workers=3, by_slot=True, is_late=True, counts=[70, 65]
+        [130, 0],
+        70,
+        2,
+        page_size=64,
+        split_blocks=1,
+        workers=3,
+        by_slot=BY_SLOT,
+        is_late=True,
+        counts=[70, 65],
     ),
     "by slot in bands": Case(
-        [400, 63], 70, 2, page_size=128, split_blocks=0, workers=5, by_slot=True, is_float32=True
+        [400, 63], 70, 2, page_size=128, split_blocks=0, workers=5, by_slot=BY_SLOT, is_float32=True
     ),
     "by slot, foretold": Case(
-        [190, 90], 40, 4, page_size=64, split_blocks=2, workers=5, by_slot=True, foretold=[190, 90]
+        [190, 90], 40, 4, page_size=64, split_blocks=2, workers=5, by_slot=BY_SLOT, foretold=[190, 90]
     ),
     "by slot, foretold wrongly": Case(
-        [90, 250], 40, 4, page_size=64, split_blocks=2, workers=5, by_slot=True, foretold=[250, 120]
+        [90, 250], 40, 4, page_size=64, split_blocks=2, workers=5, by_slot=BY_SLOT, foretold=[250, 120]
     ),
-    "by slot, paired": Case([110, 60], 24, 8, page_size=64, split_blocks=2, workers=12, by_slot=True),
+    "by slot, paired": Case([110, 60], 24, 8, page_size=64, split_blocks=2, workers=12, by_slot=BY_SLOT),
+    "by slot, contiguous": Case([20, 130], 9, 16, workers=2, by_slot=BY_SLOT, counts=[9, 5]),
+    "by slot in one pair": Case(
+        [100, 125, 64, 0],
+        12,
+        64,
+        page_size=128,
+        workers=2,
+        by_slot=BY_SLOT_IN_ONE_PAIR,
+        counts=[12, 7, 12, 4],
+    ),
+    "by slot in one pair, foretold": Case(
+        [190, 250],
+        7,
+        64,
+        page_size=64,
+        split_blocks=2,
+        workers=5,
+        by_slot=BY_SLOT_IN_ONE_PAIR,
+        foretold=[190, 240],
+    ),
+    "by slot in one pair, paired": Case(
+        [250, 200], 3, 64, page_size=64, split_blocks=2, workers=12, by_slot=BY_SLOT_IN_ONE_PAIR
+    ),
     "rising": Case([500], 5, 24, page_size=64, split_blocks=5, workers=2, bits=1.5),
 }
 
@@ -271,7 +309,7 @@ def check_faults_by_slot(rng: np.random.Generator) -> None:
     """Check that a tile is NaN, and no other, of which a node sees what is not in use, or is too deep."""
     for fault in ("deep", "behind"):
         most = 6 if fault == "deep" else 9
-        case = Case([70], 10, 16, page_size=64, by_slot=True, counts=[9], max_path=most)
+        case = Case([70], 10, 16, page_size=64, by_slot=BY_SLOT, counts=[9], max_path=most)
         given = random_inputs(case, rng)
         parents = np.array([[-1, 0, 0, 0, 0, 4, 5, 6, 7, 8]], np.int32)
         if fault == "deep":

@@ -351,9 +351,10 @@ def copy_async(shared: Any, source: Any, size: Any) -> None:
 
 def copy_box(shared: Any, tensor_map: Any, barrier: Any, column: Any, row: Any, page: Any) -> None:
     owner = block()
-    box = MAPS[int(tensor_map)][int(page), int(row) : int(row) + 64, int(column) : int(column) + 64]
+    first, before = max(0, int(row)), max(0, -int(row))
+    box = MAPS[int(tensor_map)][int(page), first : int(row) + 64, int(column) : int(column) + 64]
     whole = np.zeros((64, 64), np.uint16)
-    whole[: box.shape[0]] = box.view(np.uint16)
+    whole[before : before + box.shape[0]] = box.view(np.uint16)
     units = whole.view(np.uint8).reshape(64, 8, 16)
 
     def run() -> None:

@@ -25,10 +25,18 @@ from libraries import hopper_library
 from ml_dtypes import bfloat16
 
 from inputs import link
-from numba_ddtree.tree_attention.slot_blocks import blocks_by_path, blocks_by_slot, takes_slots
+from numba_ddtree.tree_attention import slot_blocks
+from numba_ddtree.tree_attention.slot_blocks import blocks_by_path, blocks_by_slot, way_to_read
+from numba_ddtree.tree_attention.split_items import (
+    BY_PATH,
+    BY_SLOT,
+    BY_SLOT_IN_ONE_PAIR,
+    BY_SLOT_IN_ROWS,
+)
 
 OPTIONS: dict[str, Any] = {"kernel": "hopper", "split_keys": "fastest"}
-SHAPES = [(8, 65), (16, 65), (1, 129), (2, 33), (5, 100), (20, 40), (32, 9)]  # H, N
+# H, N: tiles of several nodes, and, in the last three, of one or two.
+SHAPES = [(8, 65), (16, 65), (1, 129), (2, 33), (5, 100), (20, 40), (32, 9), (64, 40), (128, 20), (96, 9)]
 gpu = pytest.mark.gpu
 
 
@@ -45,13 +53,18 @@ gpu = pytest.mark.gpu
         (65, 8, 1, True),
     ],
 )
-def test_when_keys_are_read_by_slot(slots: int, heads: int, max_path: int, expected: bool) -> None:
-    work: Any = SimpleNamespace(slots=slots, heads=heads, max_path=max_path, sees_prefix=True)
-    for split_blocks in (0, 64):
-        splits: Any = SimpleNamespace(split_blocks=split_blocks)
-        assert takes_slots(work, splits) == (expected and split_blocks == 0)
-    tail: Any = SimpleNamespace(slots=slots, heads=heads, max_path=max_path, sees_prefix=False)
-    assert takes_slots(tail, SimpleNamespace(split_blocks=0)) == 0  # type: ignore[arg-type]
+def test_when_keys_are_read_by_slot(
+    monkeypatch: pytest.MonkeyPatch, slots: int, heads: int, max_path: int, expected: bool
+) -> None:
+    chosen: Any = SimpleNamespace(split_blocks=0)
+    given: Any = SimpleNamespace(split_blocks=64)
+    for in_boxes, ways in ((True, (BY_SLOT_IN_ONE_PAIR, BY_SLOT)), (False, (BY_PATH, BY_SLOT_IN_ROWS))):
+        monkeypatch.setattr(slot_blocks, "takes_boxes", lambda _, answer=in_boxes: answer)
+        work: Any = SimpleNamespace(slots=slots, heads=heads, max_path=max_path, sees_prefix=True, keys=None)
+        assert way_to_read(work, chosen) == ways[expected]
+        assert way_to_read(work, given) == BY_PATH
+        work.sees_prefix = False
+        assert way_to_read(work, chosen) == BY_PATH
 
 
 def test_mean_numbers_of_blocks() -> None:

@@ -110,7 +110,7 @@ from numba_ddtree.tree_attention.key_rows import (
 )
 from numba_ddtree.tree_attention.outputs import output_form
 from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arguments
-from numba_ddtree.tree_attention.slot_blocks import takes_slots
+from numba_ddtree.tree_attention.slot_blocks import way_to_read
 from numba_ddtree.tree_attention.split_items import (
     TREE_SIGNATURE,
     Tree,
@@ -586,7 +586,7 @@ def make_kernel(number: str, name: str) -> Any:
         bands,  # int32: whether the rest may be cut into bands
         first_items,  # int32 [workers * ITEM_WORDS], or empty: see `hopper_first_items`
         sees_prefix,  # int32: whether nodes see the prefix
-        by_slot,  # int32: whether the tree's keys are read as they lie: see `slot_blocks`
+        by_slot,  # int32: how the tree's keys are read: see `split_items`
         scale,  # float32: of the scores, to base 2
         partials,  # float32 [rows, LATENT]
         partial_sums,  # float32 [rows, 4]
@@ -600,7 +600,7 @@ def make_kernel(number: str, name: str) -> Any:
             page_table, page_starts, table_stride,
         )  # fmt: skip
         tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads, by_slot)
-        share = Share(workers, rest_tiles, split_blocks, max_splits)
+        share = Share(workers, rest_tiles, split_blocks, max_splits, 2)
         s_words = cuda.shared.array(0, int32, alignment=ALIGNMENT)
         barriers = uint32(shared_address_of(s_words) + uint32(STATE_AT))
         thread = uint32(cuda.threadIdx.x)
@@ -704,14 +704,14 @@ def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
     maps = key_maps(work, int(cuda.get_current_device().id)) if in_boxes else 0
     transfer.launch(
         KERNELS[work.dtype.name],
-        int(share.workers),
+        int(share[0]),
         *input_arguments(work, splits, share),
         np.uint64(maps),
         np.int32(in_boxes),
-        may_have_bands(splits, work.tiles, int(share.workers)),
+        may_have_bands(splits, work.tiles, int(share[0])),
         splits.first_items,
         np.int32(work.sees_prefix),
-        takes_slots(work, splits),
+        way_to_read(work, splits),
         scale_argument(work),
         splits.partials,
         splits.partial_sums,

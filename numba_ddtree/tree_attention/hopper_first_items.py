@@ -33,7 +33,7 @@ from numba_ddtree.tree_attention.hopper_state import (
 )
 from numba_ddtree.tree_attention.key_rows import KEY_SIGNATURE, Keys, key_arguments
 from numba_ddtree.tree_attention.shares import SHARE_SIGNATURE, Share, share_arguments
-from numba_ddtree.tree_attention.slot_blocks import takes_slots
+from numba_ddtree.tree_attention.slot_blocks import way_to_read
 from numba_ddtree.tree_attention.split_items import TREE_SIGNATURE, Tree, most_keys, tree_arguments
 from numba_ddtree.tree_attention.work import SplitPlan, Work
 
@@ -91,7 +91,7 @@ def hopper_first_items_kernel(  # type: ignore[no-untyped-def]
     max_keys,  # int32
     bands,  # int32: whether the rest may be cut into bands
     sees_prefix,  # int32: whether nodes see the prefix
-    by_slot,  # int32: whether the tree's keys are read as they lie
+    by_slot,  # int32: how the tree's keys are read: see `split_items`
     items,  # int32 [workers * ITEM_WORDS]
 ):
     """Write the first item of each block of a launch of the Hopper kernel, by a block each."""
@@ -100,7 +100,7 @@ def hopper_first_items_kernel(  # type: ignore[no-untyped-def]
         page_starts, table_stride,
     )  # fmt: skip
     tree = Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads, by_slot)
-    share = Share(workers, rest_tiles, split_blocks, max_splits)
+    share = Share(workers, rest_tiles, split_blocks, max_splits, 2)
     s_words = cuda.shared.array(0, int32, alignment=ALIGNMENT)
     if not is_scheduler():
         return
@@ -123,14 +123,14 @@ def launch_first_items(transfer: Transfer, work: Work, splits: SplitPlan) -> Non
     share = share_arguments(splits, workers())
     transfer.launch(
         FIND_FIRST_ITEMS,
-        int(share.workers),
+        int(share[0]),
         *key_arguments(work.keys),
         *tree_arguments(work),
         *share,
         most_keys(splits),
-        may_have_bands(splits, work.tiles, int(share.workers)),
+        may_have_bands(splits, work.tiles, int(share[0])),
         np.int32(work.sees_prefix),
-        takes_slots(work, splits),
+        way_to_read(work, splits),
         splits.first_items,
         shared_bytes=SHARED_BYTES,
     )

@@ -56,7 +56,14 @@ from numba_ddtree.tree_attention.shares import (
     splits_of_whole,
     tiles_and_blocks,
 )
-from numba_ddtree.tree_attention.split_items import blocks_of, prefix_of, range_of_split, splits_of
+from numba_ddtree.tree_attention.split_items import (
+    BY_SLOT_IN_ROWS,
+    blocks_of,
+    is_by_slot,
+    prefix_of,
+    range_of_split,
+    splits_of,
+)
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
 if not SIMULATED:
@@ -84,10 +91,12 @@ FAULTY = 2**31  # marks the keys of a row whose path is not as it was said: of a
 
 @device_routine
 def first_not_whole(tree, request, prefix):  # type: ignore[no-untyped-def]
-    """Block (int32) behind those that all rows have in common and that are full of keys."""
-    keys = prefix
-    if tree.by_slot != 0:
-        keys = int32(prefix + tree.num_nodes[uint32(request)])
+    """Block (int32) behind those that all rows have in common and that tensor copies can bring."""
+    keys, in_use = prefix, tree.num_nodes[uint32(request)]
+    if is_by_slot(tree, prefix, in_use):
+        keys = int32(prefix + in_use)
+        if tree.by_slot != BY_SLOT_IN_ROWS:
+            keys = int32(keys + int32(KEY_BLOCK - 1))
     return int32(uint32(keys) // uint32(KEY_BLOCK))
 
 
@@ -153,7 +162,8 @@ def describe_paths(  # type: ignore[no-untyped-def]
             node = uint32(uint32(first_row) + row) // uint32(tree.heads)
             path = path_in_use(tree.ancestor_bits, request, node, in_use)
             keys_seen = int32(min(path, tree.max_path))
-            if tree.by_slot != 0 or keys_seen > in_use:  # for splits to be no more than there are
+            # For splits to be no more than there are; and found out anew, as it would take a register.
+            if keys_seen > in_use or is_by_slot(tree, fresh_word(prefix), in_use):
                 keys_seen = in_use
             keys_seen = int32(prefix + keys_seen)
             shortest = uint32(min(shortest, uint32(keys_seen)))
@@ -183,7 +193,7 @@ def describe_paths(  # type: ignore[no-untyped-def]
     gather_begin = int32(max(first_not_whole(tree, request, prefix), begin))
     for path_block in range(gather_begin, end):
         count = nodes
-        if tree.by_slot == 0:
+        if tree.by_slot != BY_SLOT_IN_ROWS:
             _, _, count = group_shape(prefix, int32(path_block), int32(longest))
         stream = int32(stream + int32(uint32(nodes + count - int32(1)) // uint32(count)))
     if lane == uint32(0):
@@ -226,8 +236,8 @@ def foretell(base, keys, tree, first_items):  # type: ignore[no-untyped-def]
         return False
     rows = int64(tree.num_nodes.shape[0]) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
     rows_end = int64(first_query(item) + int64(word_at(item, ROWS)))
-    keys_end = int64(begin + shared) * int64(KEY_BLOCK)
-    if rows_end > rows or keys_end > key_capacity(keys, request):
+    last_block = int64(int64(begin + shared - int32(1)) * int64(KEY_BLOCK))
+    if rows_end > rows or last_block >= key_capacity(keys, request):
         return False
     tell(uint32(base + uint32(STATE_AT)), ITEM_FULL)
     return True

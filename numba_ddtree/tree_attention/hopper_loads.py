@@ -60,6 +60,7 @@ from numba_ddtree.tree_attention.key_rows import (
 )
 from numba_ddtree.tree_attention.path_blocks import GROUP, group_shape
 from numba_ddtree.tree_attention.row_copies import load_row
+from numba_ddtree.tree_attention.split_items import BY_SLOT_IN_ROWS
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
 if not SIMULATED:
@@ -172,7 +173,7 @@ def key_of_slot(  # type: ignore[no-untyped-def]
     group = int32(uint32(slot) // uint32(GROUP))
     if count == 0:
         return int32(-1)
-    if tree.by_slot != 0:
+    if tree.by_slot == BY_SLOT_IN_ROWS:
         return int32(position if position < word_at(item, LONGEST) else int32(-1))
     if group < common:
         return position if sees_prefix != 0 else int32(-1)
@@ -210,7 +211,8 @@ def kind_of_rows(tree, item, index, shared, block, count):  # type: ignore[no-un
     if index < shared:
         is_whole = int32(int32(block + int32(1)) * int32(KEY_BLOCK)) <= word_at(item, PREFIX)
         return int32(IN_ROWS) if is_whole else int32(IN_ROWS | OF_SLOTS)
-    return int32(IN_ROWS | OF_SLOTS) if tree.by_slot != 0 and count > 0 else int32(IN_ROWS | OF_PATHS)
+    by_slot = tree.by_slot == BY_SLOT_IN_ROWS and count > 0
+    return int32(IN_ROWS | OF_SLOTS) if by_slot else int32(IN_ROWS | OF_PATHS)
 
 
 @device_routine
@@ -255,27 +257,32 @@ def path_group(tree, item, index, path_block):  # type: ignore[no-untyped-def]
     One after the last, which makes their number even, has no nodes. By slot a block has all.
     """
     common, own, count = int32(0), int32(1), word_at(item, NODES)
-    if tree.by_slot == 0:
+    if tree.by_slot != BY_SLOT_IN_ROWS:
         common, own, count = group_shape(word_at(item, PREFIX), path_block, word_at(item, LONGEST))
     return common, own, int32(count if index < word_at(item, STREAM) else int32(0))
 
 
 @device_routine
-def load_boxes(keys, item, index, page, maps, base, which, parity, is_leader):  # type: ignore[no-untyped-def]
+def load_boxes(keys, tree, item, index, page, maps, base, which, parity, is_leader):  # type: ignore[no-untyped-def]
     """Load a shared block into the warp's own buffer by tensor copies, chunk by chunk as it is free.
 
-    One that has keys of the tree's, too, is masked by slot.
+    One that has keys of the tree's, too, is masked by slot. If it is not full, its box is moved back until it
+    ends with the last key: what it has before the page's first row becomes zeros, and other rows before the
+    block's are keys, which another block has, too.
     """
     barriers = uint32(base + uint32(STATE_AT))
     buffer = uint32(base + uint32(KEYS_AT) + which * uint32(BLOCK_BYTES))
     full = uint32(barriers + uint32(8 * KEYS_FULL) + which * uint32(72))
     free = uint32(barriers + uint32(8) * which)
-    row, kind = int32(0), int32(IN_BOXES)
+    row, kind, missing = int32(0), int32(IN_BOXES), int32(0)
     block = int32(word_at(item, SHARED_BEGIN) + int32(index))
+    slot = int32(int32(block * int32(KEY_BLOCK)) - word_at(item, PREFIX))
     if is_leader:
-        if int32(int32(block + int32(1)) * int32(KEY_BLOCK)) > word_at(item, PREFIX):
+        if slot > int32(-KEY_BLOCK):
             kind = int32(IN_BOXES | OF_SLOTS)
-        row = int32(block * int32(KEY_BLOCK))
+            in_use = tree.num_nodes[uint32(word_at(item, REQUEST))]
+            missing = int32(max(int32(0), int32(int32(slot + int32(KEY_BLOCK)) - in_use)))
+        row = int32(int32(block * int32(KEY_BLOCK)) - missing)
         row = int32(row - int32(page_of_block(keys, block) * uint32(keys.page_size)))
         if uint32(page) >= uint32(keys.num_pages):
             set_word(item, FAULT, 1)
@@ -284,7 +291,8 @@ def load_boxes(keys, item, index, page, maps, base, which, parity, is_leader):  
     if is_leader:
         record = uint32(base + uint32(4 * RECORDS) + which * uint32(4 * RECORD_WORDS))
         set_word(record, KIND, kind)
-        set_word(record, BLOCK, block)
+        set_word(record, FIRST, int32(slot - missing))
+        set_word(record, COMMON, missing)
         arrive_and_expect(uint32(full + uint32(64)), uint32(CHUNK_BYTES))
         last = uint32(buffer + uint32(LATENT_CHUNKS * CHUNK_BYTES))
         copy_box(last, uint64(maps + uint64(128)), uint32(full + uint32(64)), int32(0), row, page)
@@ -347,7 +355,7 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
                         next_pages = page_and_row(keys, request, int32(shared_begin + further))
                 page = cuda.shfl_sync(0xFFFFFFFF, pages, index & 31)
                 parity = uint32(uint32(uint32(turn + uint32(index >> 1)) & uint32(1)) ^ uint32(1))
-                load_boxes(keys, item, index, page, maps, base, which, parity, is_leader)
+                load_boxes(keys, tree, item, index, page, maps, base, which, parity, is_leader)
                 index = int32(index + int32(2))
                 if int32(number) == REHEARSAL:
                     break
@@ -381,9 +389,11 @@ def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type:
             if is_teller:
                 record = uint32(base + uint32(4 * RECORDS) + buffer * uint32(4 * RECORD_WORDS))
                 block = path_block if gathered >= shared else int32(shared_begin + gathered)
-                set_word(record, KIND, kind_of_rows(tree, item, gathered, shared, block, count))
+                kind = kind_of_rows(tree, item, gathered, shared, block, count)
+                slot_0 = int32(int32(block * int32(KEY_BLOCK)) - word_at(item, PREFIX))
+                set_word(record, KIND, kind)
                 set_word(record, BLOCK, block)
-                set_word(record, FIRST, first)
+                set_word(record, FIRST, slot_0 if kind >= OF_SLOTS else first)
                 set_word(record, COMMON, common)
                 set_word(record, OWN, own)
                 set_word(record, COUNT, count)

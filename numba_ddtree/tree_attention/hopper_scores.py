@@ -31,9 +31,8 @@ from numba_ddtree.tree_attention.hopper_state import (
     pair_at,
     word_at,
 )
-from numba_ddtree.tree_attention.path_blocks import visible_columns
+from numba_ddtree.tree_attention.path_blocks import low_bits, visible_columns
 from numba_ddtree.tree_attention.slot_blocks import visible_slots
-from numba_ddtree.tree_attention.work import KEY_BLOCK
 
 if not SIMULATED:
     from numba_ddtree.device.ptx import exp2, larger_of, log2, product_of, quick_reciprocal, sum_of
@@ -146,11 +145,13 @@ def visible_in_tree(tree, item, record, node_0, node_1):  # type: ignore[no-unty
     They mostly come from L1, where the warp that described the item has just read them.
     """
     request = word_at(item, REQUEST)
-    first = int32(word_at(record, BLOCK) * int32(KEY_BLOCK) - word_at(item, PREFIX))
-    return (
-        visible_slots(tree.ancestor_bits, request, node_0, first),
-        visible_slots(tree.ancestor_bits, request, node_1, first),
-    )
+    first = word_at(record, FIRST)
+    counting = uint64(~low_bits(word_at(record, COMMON)))
+    bits_0 = uint64(visible_slots(tree.ancestor_bits, request, node_0, first) & counting)
+    bits_1 = bits_0
+    if node_1 != node_0:
+        bits_1 = uint64(visible_slots(tree.ancestor_bits, request, node_1, first) & counting)
+    return bits_0, bits_1
 
 
 @device_routine

@@ -81,7 +81,8 @@ MIXED, PLAIN, IN_SLOT, PAIRED = range(4)
 # by; and what is to be done with it, in bits.
 KEPT, ADDED, FACTOR, TO_DO = range(4)
 # Words of a buffer's record: `COUNT` nodes from the tile's node `FIRST` on share a block of paths, as
-# `path_blocks` packs them. Of a block by slot only `KIND` and `BLOCK` are of use.
+# `path_blocks` packs them. A block by slot begins with slot `FIRST`, a key of the prefix if that is negative,
+# and its first `COMMON` columns do not count.
 KIND, BLOCK, FIRST, COMMON, OWN, COUNT = range(6)
 IN_BOXES, IN_ROWS = 0, 1  # KIND, bit 0: how it is loaded
 OF_PATHS, OF_SLOTS = 2, 4  # the other bits: what masks it

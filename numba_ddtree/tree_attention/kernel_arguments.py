@@ -42,7 +42,7 @@ class Results(NamedTuple):
     form: Any
 
 
-def kernel_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, ...]:
+def kernel_arguments(work: Work, splits: SplitPlan, share: tuple[np.int32, ...]) -> tuple[Any, ...]:
     """Return a launch's arguments, in the order of `SIGNATURE`."""
     return (
         *input_arguments(work, splits, share),
@@ -52,7 +52,7 @@ def kernel_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, 
     )
 
 
-def input_arguments(work: Work, splits: SplitPlan, share: Share) -> tuple[Any, ...]:
+def input_arguments(work: Work, splits: SplitPlan, share: tuple[np.int32, ...]) -> tuple[Any, ...]:
     """Return the arguments from `q_nope` to `max_keys`."""
     return (
         work.q_nope.address,
@@ -135,7 +135,7 @@ def make_kernel(attend: Any, name: str) -> Any:
                 page_table, page_starts, table_stride,
             ),
             Tree(ancestor_bits, num_nodes, prefix_lengths, max_path, heads, int32(0)),
-            Share(workers, rest_tiles, split_blocks, max_splits),
+            Share(workers, rest_tiles, split_blocks, max_splits, 1),
             max_keys,
             sees_prefix,
             scale,

@@ -18,7 +18,7 @@ import numpy as np
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, uint32
 from numba_ddtree.device.warp import LANES, warp_ballot, warp_broadcast, warp_max, warp_running_sum, warp_sum
 from numba_ddtree.tree_attention.path_blocks import group_shape
-from numba_ddtree.tree_attention.split_items import blocks_of, prefix_of, tiles_in_use
+from numba_ddtree.tree_attention.split_items import blocks_of, is_by_slot, prefix_of, tiles_in_use
 from numba_ddtree.tree_attention.work import KEY_BLOCK, MAX_WORKERS, TILE_ROWS, SplitPlan
 
 if SIMULATED:
@@ -41,12 +41,14 @@ class Share(NamedTuple):
     """Who shares, and what a split is, all int32: in the order of `SHARE_SIGNATURE`.
 
     `rest_tiles` tiles have slots for partial results, `max_splits` each; see `SplitPlan` for `split_blocks`.
+    `blocks_together`, a constant that is not in the signature, are blocks of keys that take as long as one.
     """
 
     workers: Any
     rest_tiles: Any
     split_blocks: Any
     max_splits: Any
+    blocks_together: Any
 
 
 @device_routine
@@ -71,11 +73,11 @@ def first_requests(tree: Any, keys: Any, max_keys: Any) -> Any:
 @device_routine
 def gathered_more(tree: Any, request: Any, blocks: Any) -> Any:
     """Blocks (int32) that paths of a full tile's nodes take beside those of one node; see `path_blocks`."""
-    if tree.heads >= TILE_ROWS or tree.by_slot != 0:
+    prefix, in_use = prefix_of(tree, request), tree.num_nodes[uint32(request)]
+    if tree.heads >= TILE_ROWS or is_by_slot(tree, prefix, in_use):
         return int32(0)  # rows of one node, or of two, for which no time is spent here; or no paths
-    prefix = prefix_of(tree, request)
-    longest = int32(prefix + min(tree.num_nodes[uint32(request)], tree.max_path))
-    nodes = uint32(min(tree.num_nodes[uint32(request)], int32(quotient(TILE_ROWS, tree.heads))))
+    longest = int32(prefix + min(in_use, tree.max_path))
+    nodes = uint32(min(in_use, int32(quotient(TILE_ROWS, tree.heads))))
     more, block = int32(0), int32(uint32(prefix) // uint32(KEY_BLOCK))
     while block < blocks:
         _, _, count = group_shape(prefix, block, longest)
@@ -179,7 +181,8 @@ def best_length(share: Any, rest: Any, longest: Any, typical: Any, more: Any) ->
     splits = uint32(uint32(cuda.threadIdx.x & 31) + uint32(1))
     length = uint32(share.split_blocks)
     if length == uint32(0):
-        length = quotient(uint32(longest + more), splits)
+        together = uint32(share.blocks_together)
+        length = uint32(quotient(uint32(longest + more), uint32(splits * together)) * together)
     time = uint32(min(time_of_rest(share, rest, longest, typical, more, length), uint32(MOST_TIME)))
     if share.split_blocks == 0 and splits > uint32(share.max_splits):
         time = uint32(MOST_TIME)
@@ -280,7 +283,7 @@ def take_item(
     return request, part, split, slot, int32(length), int32(split + int32(1))
 
 
-def share_arguments(splits: SplitPlan, workers: int) -> Share:
-    """Return what a kernel is launched with, by so many blocks of threads at most."""
+def share_arguments(splits: SplitPlan, workers: int) -> tuple[np.int32, ...]:
+    """Return what a kernel is launched with, by so many blocks of threads at most: the first of them."""
     numbers = min(workers, MAX_WORKERS), splits.rest_tiles, splits.split_blocks, splits.max_splits
-    return Share(*map(np.int32, numbers))
+    return tuple(map(np.int32, numbers))

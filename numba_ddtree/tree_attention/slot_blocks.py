@@ -17,17 +17,21 @@ from numba_ddtree.cuda_target import device_routine, int32, int64, uint32, uint6
 from numba_ddtree.device.memory import load_flat
 from numba_ddtree.tree_attention.path_blocks import GROUP, GROUPS
 from numba_ddtree.tree_attention.shares import fresh_word
+from numba_ddtree.tree_attention.split_items import BY_PATH, BY_SLOT, BY_SLOT_IN_ONE_PAIR, BY_SLOT_IN_ROWS
+from numba_ddtree.tree_attention.tensor_maps import takes_boxes
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS, SplitPlan, Work
 
 ALL_SLOTS = 0xFFFFFFFF  # of a word
 
 
-def takes_slots(work: Work, splits: SplitPlan) -> np.int32:
-    """Whether the Hopper kernel reads the tree's keys by slot (int32)."""
-    may = splits.split_blocks == 0 and work.sees_prefix
-    return np.int32(
-        may and blocks_by_slot(work.slots) < blocks_by_path(work.slots, work.heads, work.max_path)
-    )
+def way_to_read(work: Work, splits: SplitPlan) -> np.int32:
+    """Return how the Hopper kernel reads the tree's keys: `BY_PATH` to `BY_SLOT_IN_ONE_PAIR` (int32)."""
+    if splits.split_blocks != 0 or not work.sees_prefix:
+        return np.int32(BY_PATH)
+    in_boxes = takes_boxes(work.keys)
+    if blocks_by_slot(work.slots) < blocks_by_path(work.slots, work.heads, work.max_path):
+        return np.int32(BY_SLOT if in_boxes else BY_SLOT_IN_ROWS)
+    return np.int32(BY_SLOT_IN_ONE_PAIR if in_boxes else BY_PATH)
 
 
 @cache

@@ -10,6 +10,9 @@ from numba_ddtree.cuda_target import device_routine, int32, int64, uint32
 from numba_ddtree.tree_attention.key_rows import key_capacity
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS, SplitPlan, Work
 
+# How the tree's keys are read: gathered by paths (`path_blocks`); as they lie (`slot_blocks`), the last block
+# by rows, or by tensor copies as all others; or the last of these where that takes no more pairs of blocks.
+BY_PATH, BY_SLOT_IN_ROWS, BY_SLOT, BY_SLOT_IN_ONE_PAIR = range(4)
 TREE_SIGNATURE = "uint32[:, :, ::1], int32[::1], int32[::1], int32, int32"
 
 
@@ -17,7 +20,7 @@ class Tree(NamedTuple):
     """A batch of trees, as kernels take it: in the order of `TREE_SIGNATURE`.
 
     `max_path` and `heads` are int32; `prefix_lengths` may be empty, for 0. `by_slot`, an int32 that is not in
-    the signature, says whether the tree's keys are read as they lie (see `slot_blocks`).
+    the signature, says whether the tree's keys are read as they lie: `BY_PATH` to `BY_SLOT_IN_ONE_PAIR`.
     """
 
     ancestor_bits: Any
@@ -44,12 +47,25 @@ def is_valid_request(tree: Any, keys: Any, request: Any, max_keys: Any) -> Any:
 
 
 @device_routine
+def is_by_slot(tree: Any, prefix: Any, count: Any) -> Any:
+    """Whether a request's tree of `count` slots is read as it lies.
+
+    `BY_SLOT_IN_ONE_PAIR` that is where its keys end in the pair of blocks in which the prefix does, as there
+    is one for paths anyway.
+    """
+    if tree.by_slot != BY_SLOT_IN_ONE_PAIR:
+        return tree.by_slot != BY_PATH
+    ahead = uint32(uint32(prefix) & uint32(2 * KEY_BLOCK - 1))
+    return uint32(ahead + uint32(count)) <= uint32(2 * KEY_BLOCK)
+
+
+@device_routine
 def blocks_of(tree: Any, request: Any) -> Any:
     """Blocks (int32) of the longest key range that a node of a valid request can have."""
-    count = tree.num_nodes[uint32(request)]
-    if tree.by_slot == 0:
+    prefix, count = prefix_of(tree, request), tree.num_nodes[uint32(request)]
+    if not is_by_slot(tree, prefix, count):
         count = min(count, tree.max_path)
-    longest = uint32(prefix_of(tree, request)) + uint32(count)
+    longest = uint32(prefix) + uint32(count)
     return int32(uint32(longest + uint32(KEY_BLOCK - 1)) // uint32(KEY_BLOCK))
 
 

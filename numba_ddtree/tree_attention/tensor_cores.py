@@ -42,8 +42,8 @@ def launch_tensor_cores(transfer: Transfer, work: Work, splits: SplitPlan) -> No
     module = module_for(shared_memory_limit())
     transfer.launch(
         module.KERNELS[work.dtype.name],
-        int(share.workers),
+        int(share[0]),
         *kernel_arguments(work, splits, share),
         shared_bytes=module.SHARED_BYTES,
     )
-    launch_merge(transfer, work, splits, int(share.workers), module.PARTS)
+    launch_merge(transfer, work, splits, int(share[0]), module.PARTS)

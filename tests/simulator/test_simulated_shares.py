@@ -21,7 +21,14 @@ from numba_ddtree.tree_attention.shares import (
     share_out,
     take_item,
 )
-from numba_ddtree.tree_attention.split_items import Tree
+from numba_ddtree.tree_attention.split_items import (
+    BY_PATH,
+    BY_SLOT,
+    BY_SLOT_IN_ONE_PAIR,
+    BY_SLOT_IN_ROWS,
+    Tree,
+    is_by_slot,
+)
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="the simulator is off")
@@ -34,12 +41,13 @@ MOST_ITEMS = 400
 
 @cuda.jit
 def list_items(  # type: ignore[no-untyped-def]
-    bits, num_nodes, prefix_lengths, max_path, heads, pages, rest_tiles, length, most, parts, found, shared
+    bits, num_nodes, prefix_lengths, max_path, heads, pages, rest_tiles, length, most, parts, found, shared,
+    together,
 ):  # fmt: skip
     zero = int32(0)
     keys = Keys(zero, zero, zero, zero, zero, zero, int32(64), int32(1), pages, pages[:0], pages.shape[0])
     tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads, 0)
-    share = Share(int32(WORKERS), int32(rest_tiles), int32(length), int32(most))
+    share = Share(int32(WORKERS), int32(rest_tiles), int32(length), int32(most), int32(together))
     whole, shared_length, rest = share_out(tree, keys, share, MOST, first_requests(tree, keys, MOST))
     if cuda.threadIdx.x == 0:
         shared[0], shared[1], shared[2] = whole, shared_length, rest
@@ -69,7 +77,7 @@ def shared_out(
     found, shared = np.full((WORKERS, MOST_ITEMS, 7), -7, np.int32), np.zeros(3, np.int32)
     list_items[WORKERS, 32](
         bits, counts, prefixes, MAX_PATH, H, np.zeros(100, np.int32), how["rest_tiles"], how["length"],
-        how["most"], how["parts"], found, shared,
+        how["most"], how["parts"], found, shared, how.get("together", 1),
     )  # fmt: skip
     items = [[tuple(map(int, item)) for item in worker if item[0] >= 0] for worker in found]
     whole, length, rest = map(int, shared)
@@ -188,6 +196,34 @@ def test_the_rest_is_whole_where_splits_would_gain_nothing() -> None:
     assert (whole, rest) == (ALL_WHOLE, 0)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "count", "expected"),
+    [(0, 128, True), (0, 129, False), (127, 1, True), (127, 2, False), (128, 128, True), (2111, 65, True)],
+)
+def test_requests_whose_tree_ends_with_the_prefix(prefix: int, count: int, expected: bool) -> None:
+    nothing = np.zeros(0, np.int32)
+
+    def tree(way: int) -> Tree:
+        return Tree(nothing, nothing, nothing, MAX_PATH, 64, way)
+
+    assert bool(is_by_slot(tree(BY_SLOT_IN_ONE_PAIR), np.int32(prefix), np.int32(count))) == expected
+    for way in (BY_PATH, BY_SLOT_IN_ROWS, BY_SLOT):
+        assert bool(is_by_slot(tree(way), np.int32(prefix), np.int32(count))) == (way != BY_PATH)
+
+
+def test_chosen_lengths_are_of_whole_pairs() -> None:
+    for blocks in range(2, 60):
+        counts, prefixes = np.full(2, 1, np.int32), np.full(2, blocks * KEY_BLOCK - 1, np.int32)
+        how = {"rest_tiles": 6, "length": 0, "most": 4, "parts": 1}
+        _, (_, one, rest) = shared_out(counts, prefixes, 1, 64, **how)
+        _, (_, two, rest_in_pairs) = shared_out(counts, prefixes, 1, 64, **how, together=2)
+        if rest_in_pairs:
+            assert two % 2 == 0
+            assert -(-blocks // two) <= 4
+        if rest and rest_in_pairs:
+            assert one <= two <= one + 1
+
+
 @cuda.jit
 def list_bands(  # type: ignore[no-untyped-def]
     bits, num_nodes, prefix_lengths, max_path, heads, pages, rest_tiles, most, found, shared
@@ -195,7 +231,7 @@ def list_bands(  # type: ignore[no-untyped-def]
     zero = int32(0)
     keys = Keys(zero, zero, zero, zero, zero, zero, int32(64), int32(1), pages, pages[:0], pages.shape[0])
     tree = Tree(bits, num_nodes, prefix_lengths, max_path, heads, 0)
-    share = Share(int32(WORKERS), int32(rest_tiles), int32(0), int32(most))
+    share = Share(int32(WORKERS), int32(rest_tiles), int32(0), int32(most), int32(1))
     first = first_requests(tree, keys, MOST)
     whole, length, rest, side = share_out_in_bands(tree, keys, share, MOST, first)
     if cuda.threadIdx.x == 0:
