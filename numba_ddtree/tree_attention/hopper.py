@@ -68,6 +68,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     CONSUMING_WARPS,
     FAULT,
     GATHERED,
+    IS_FOLDED,
     ITEM_COUNTED,
     ITEM_FREE,
     ITEM_FULL,
@@ -335,7 +336,8 @@ def make_kernel(number: str, name: str) -> Any:
         announce_p1_free()
         load_first_queries(base, item, q_nope, nope_stride)
         rotary = rotary_words(item, q_pe, pe_stride)
-        is_wanted = True
+        # Once through the code that writes whole tiles, while queries come, for it to be at hand.
+        is_wanted, rehearses = True, word_at(item, IS_FOLDED) != 0
         while is_wanted:
             # All anew for each item, so that nothing of it takes registers while outputs are written.
             (
@@ -343,12 +345,13 @@ def make_kernel(number: str, name: str) -> Any:
                 other_weights, full, gathered, record,
             ) = places_of(s_words, 0)  # fmt: skip
             item, seen = item_places(base, number)
-            wait_for_copies_if(
-                uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
-            )
+            if not rehearses:
+                wait_for_copies_if(
+                    uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
+                )
             output, is_continued = no_output(), uint32(0)
             origins = float32(-np.inf), float32(-np.inf)
-            pair, pairs = int32(0), pairs_for_sure(item)
+            pair, pairs = int32(0), int32(0) if rehearses else pairs_for_sure(item)
             while pair < pairs:
                 scores, gathers, kind = begin_scores(
                     full, gathered, record, turn, gathers, rotary, queries, keys
@@ -403,29 +406,32 @@ def make_kernel(number: str, name: str) -> Any:
                 is_continued = uint32(1)
                 turn = uint32(turn ^ uint32(1))
                 pair = int32(pair + int32(1))
-            announce_p1_read()
-            number = uint32(fresh_word(int32(number + uint32(1))))
-            wait_for(
-                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
-                uint32(uint32(number >> uint32(1)) & uint32(1)),
-            )
-            next_item, _ = item_places(base, number)
-            is_wanted = word_at(next_item, REQUEST) >= 0
-            if is_wanted:
-                rotary = rotary_words(next_item, q_pe, pe_stride)
-            is_stored = store_partial(output, item, 0, partials)
-            if is_paired(item):
-                part_left(fresh_shared_address_of(s_words), item, output)
-            await_outcomes()
-            if is_paired(item):
+            is_stored = False
+            if not rehearses:
+                announce_p1_read()
+                number = uint32(fresh_word(int32(number + uint32(1))))
+                wait_for(
+                    uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
+                    uint32(uint32(number >> uint32(1)) & uint32(1)),
+                )
+                next_item, _ = item_places(base, number)
+                is_wanted = word_at(next_item, REQUEST) >= 0
+                if is_wanted:
+                    rotary = rotary_words(next_item, q_pe, pe_stride)
+                is_stored = store_partial(output, item, 0, partials)
+                if is_paired(item):
+                    part_left(fresh_shared_address_of(s_words), item, output)
+                await_outcomes()
+            if not rehearses and is_paired(item):
                 finish_left(fresh_shared_address_of(s_words), item, out, lse, form)
             elif not is_stored:
                 chunk = uint32(base + uint32(WEIGHTS_AT))
-                store_outputs(output, base, chunk, item, 0, out, form, partials)
+                store_outputs(output, base, chunk, item, 0, out, form, partials, rehearses)
             cuda.syncwarp()
-            if fresh_lane() == uint32(0):
+            if not rehearses and fresh_lane() == uint32(0):
                 done = uint32(ITEM_FREE) + uint32(uint32(number & uint32(1)) ^ uint32(1))
                 arrive(uint32(fresh_shared_address_of(s_words) + uint32(STATE_AT) + uint32(8) * done))
+            rehearses = False
         await_p0_free()
 
     @device_routine
@@ -444,7 +450,8 @@ def make_kernel(number: str, name: str) -> Any:
         announce_p0_free()
         load_first_queries(base, item, q_nope, nope_stride)
         rotary = rotary_words(item, q_pe, pe_stride)
-        is_wanted = True
+        # Once through the code that writes whole tiles, while queries come, for it to be at hand.
+        is_wanted, rehearses = True, word_at(item, IS_FOLDED) != 0
         while is_wanted:
             # All anew for each item, so that nothing of it takes registers while outputs are written.
             (
@@ -452,14 +459,15 @@ def make_kernel(number: str, name: str) -> Any:
                 other_weights, full, gathered, record,
             ) = places_of(s_words, 1)  # fmt: skip
             item, seen = item_places(base, number)
-            wait_for_copies_if(
-                uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
-            )
+            if not rehearses:
+                wait_for_copies_if(
+                    uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(number & uint32(1)), uint32(1)
+                )
             output, is_continued = no_output(), uint32(0)
             new_0, new_1 = float32(-np.inf), float32(-np.inf)
             nothing = float32(0), float32(0)
             totals, rounded, added, last = nothing, nothing, nothing, nothing
-            pair, pairs = int32(0), pairs_for_sure(item)
+            pair, pairs = int32(0), int32(0) if rehearses else pairs_for_sure(item)
             while pair < pairs:
                 await_s0()
                 if pair > 0:
@@ -519,40 +527,43 @@ def make_kernel(number: str, name: str) -> Any:
                 is_continued = uint32(1)
                 turn = uint32(turn ^ uint32(1))
                 pair = int32(pair + int32(1))
-            await_p1_read()
-            is_stored = store_partial(output, item, LATENT // 2, partials)
-            if is_paired(item):
-                part_right(fresh_shared_address_of(s_words), item, output)
-            rounded = grown_by_pair(rounded, base, row, last, added)
-            if word_at(item, FAULT) != 0:
-                totals = rounded = float32(np.nan), float32(np.nan)
-            if is_paired(item):
-                keep_sums(base, row, quad, totals, rounded)
-            elif quad == uint32(0):
-                below = uint32(row + uint32(8))
-                share_outcome(base, item, seen, row, new_0, totals[0], rounded[0], partial_sums, lse)
-                share_outcome(base, item, seen, below, new_1, totals[1], rounded[1], partial_sums, lse)
-            cuda.syncwarp()
-            announce_outcomes()
-            number = uint32(fresh_word(int32(number + uint32(1))))
-            wait_for(
-                uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
-                uint32(uint32(number >> uint32(1)) & uint32(1)),
-            )
-            next_item, _ = item_places(base, number)
-            is_wanted = word_at(next_item, REQUEST) >= 0
-            if is_wanted:
-                rotary = rotary_words(next_item, q_pe, pe_stride)
-            if is_paired(item):
+            is_stored = False
+            if not rehearses:
+                await_p1_read()
+                is_stored = store_partial(output, item, LATENT // 2, partials)
+                if is_paired(item):
+                    part_right(fresh_shared_address_of(s_words), item, output)
+                rounded = grown_by_pair(rounded, base, row, last, added)
+                if word_at(item, FAULT) != 0:
+                    totals = rounded = float32(np.nan), float32(np.nan)
+                if is_paired(item):
+                    keep_sums(base, row, quad, totals, rounded)
+                elif quad == uint32(0):
+                    below = uint32(row + uint32(8))
+                    share_outcome(base, item, seen, row, new_0, totals[0], rounded[0], partial_sums, lse)
+                    share_outcome(base, item, seen, below, new_1, totals[1], rounded[1], partial_sums, lse)
+                cuda.syncwarp()
+                announce_outcomes()
+                number = uint32(fresh_word(int32(number + uint32(1))))
+                wait_for(
+                    uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
+                    uint32(uint32(number >> uint32(1)) & uint32(1)),
+                )
+                next_item, _ = item_places(base, number)
+                is_wanted = word_at(next_item, REQUEST) >= 0
+                if is_wanted:
+                    rotary = rotary_words(next_item, q_pe, pe_stride)
+            if not rehearses and is_paired(item):
                 send_sums(fresh_shared_address_of(s_words))
                 finish_right(fresh_shared_address_of(s_words), item, out, lse, form)
             elif not is_stored:
                 chunk = uint32(base + uint32(WEIGHTS_AT + CHUNK_BYTES))
-                store_outputs(output, base, chunk, item, LATENT // 2, out, form, partials)
+                store_outputs(output, base, chunk, item, LATENT // 2, out, form, partials, rehearses)
             cuda.syncwarp()
-            if fresh_lane() == uint32(0):
+            if not rehearses and fresh_lane() == uint32(0):
                 done = uint32(ITEM_FREE) + uint32(uint32(number & uint32(1)) ^ uint32(1))
                 arrive(uint32(fresh_shared_address_of(s_words) + uint32(STATE_AT) + uint32(8) * done))
+            rehearses = False
         await_p1_free()
 
     def hopper_kernel(  # type: ignore[no-untyped-def]

@@ -122,8 +122,8 @@ def make_output_stores(number: str) -> tuple[Any, Any]:
         store_chunk_rows(places[1], address, wanted)
 
     @device_routine
-    def store_plain(output, base, chunk, item, first_column, out):  # type: ignore[no-untyped-def]
-        """Write outputs in 16 bits, of an item whose rows all have one split."""
+    def store_plain(output, base, chunk, item, first_column, out, rehearses):  # type: ignore[no-untyped-def]
+        """Write outputs in 16 bits, of an item whose rows all have one split; none if it `rehearses`."""
         row, quad = row_of_lane()
         factors = (
             outcome_at(base, row, FACTOR),
@@ -136,7 +136,7 @@ def make_output_stores(number: str) -> tuple[Any, Any]:
             uint32(unit_address(chunk, row, uint32(0)) + uint32(quad << uint32(2))),
             unit_address(chunk, start, unit),
         )
-        wanted = int32(word_at(item, ROWS) - int32(start))
+        wanted = int32(0) if rehearses else int32(word_at(item, ROWS) - int32(start))
         place = int64(int64(first_query(item) + int64(start)) * int64(LATENT) + int64(first_column))
         address = uint64(out + uint64(place) * uint64(2) + uint64(unit << uint32(4)))
         store_quarter(words_0(output, factors), places, address, wanted)
@@ -180,11 +180,14 @@ def make_output_stores(number: str) -> tuple[Any, Any]:
         )
 
     @device_routine
-    def store_outputs(output, base, chunk, item, first_column, out, form, partials):  # type: ignore[no-untyped-def]
-        """Write a warpgroup's outputs, 256 columns from `first_column` on, through its own chunk."""
-        if word_at(item, OUTPUT_KIND) == PLAIN and form != FLOAT32:
-            store_plain(output, base, chunk, item, first_column, out)
-        else:
+    def store_outputs(output, base, chunk, item, first_column, out, form, partials, rehearses):  # type: ignore[no-untyped-def]
+        """Write a warpgroup's outputs, 256 columns from `first_column` on, through its own chunk.
+
+        If it `rehearses`, nothing is written, but most of the code has been there once.
+        """
+        if form != FLOAT32 and (rehearses or word_at(item, OUTPUT_KIND) == PLAIN):
+            store_plain(output, base, chunk, item, first_column, out, rehearses)
+        elif not rehearses:
             cuda.syncwarp()
             store_mixed(output, base, chunk, item, first_column, out, form, partials)
 
