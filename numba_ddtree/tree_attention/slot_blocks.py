@@ -5,6 +5,9 @@ them into: up to one for each node. The tree's keys, each once, may be fewer: th
 blocks of both are read like any others, and a mask does the rest. But a key's place among those that a row
 sees depends on the tree then, and so do the row's last bits. So this is for lengths of splits that the device
 chooses, with which they depend on other requests as well.
+
+All blocks come by tensor copies, where a page holds whole blocks, and none has to be gathered: so even a
+single node's path, which is a block or two, is read like that where the tree takes no more pairs of blocks.
 """
 
 from __future__ import annotations
