@@ -193,6 +193,17 @@ def item_places(base, number):  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def await_item(base, barriers, number):  # type: ignore[no-untyped-def]
+    """Wait until the item of a running number is told; return where its words are, and whether it is one."""
+    wait_for(
+        uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
+        uint32(uint32(number >> uint32(1)) & uint32(1)),
+    )
+    item, _ = item_places(base, number)
+    return item, word_at(item, REQUEST) >= 0
+
+
+@device_routine
 def pairs_for_sure(item):  # type: ignore[no-untyped-def]
     """Pairs (int32) that an item has at least, before they are counted: of its shared blocks, an even number.
 
@@ -410,12 +421,7 @@ def make_kernel(number: str, name: str) -> Any:
             if not rehearses:
                 announce_p1_read()
                 number = uint32(fresh_word(int32(number + uint32(1))))
-                wait_for(
-                    uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
-                    uint32(uint32(number >> uint32(1)) & uint32(1)),
-                )
-                next_item, _ = item_places(base, number)
-                is_wanted = word_at(next_item, REQUEST) >= 0
+                next_item, is_wanted = await_item(base, barriers, number)
                 if is_wanted:
                     rotary = rotary_words(next_item, q_pe, pe_stride)
                 is_stored = store_partial(output, item, 0, partials)
@@ -545,12 +551,7 @@ def make_kernel(number: str, name: str) -> Any:
                 cuda.syncwarp()
                 announce_outcomes()
                 number = uint32(fresh_word(int32(number + uint32(1))))
-                wait_for(
-                    uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + uint32(number & uint32(1)))),
-                    uint32(uint32(number >> uint32(1)) & uint32(1)),
-                )
-                next_item, _ = item_places(base, number)
-                is_wanted = word_at(next_item, REQUEST) >= 0
+                next_item, is_wanted = await_item(base, barriers, number)
                 if is_wanted:
                     rotary = rotary_words(next_item, q_pe, pe_stride)
             if not rehearses and is_paired(item):
@@ -711,15 +712,16 @@ def workers() -> int:
 def launch_hopper(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
     """Launch the kernel, which also merges what splits have come to."""
     share = share_arguments(splits, workers())
+    blocks = int(share[0])
     in_boxes = takes_boxes(work.keys)
     maps = key_maps(work, int(cuda.get_current_device().id)) if in_boxes else 0
     transfer.launch(
         KERNELS[work.dtype.name],
-        int(share[0]),
+        blocks,
         *input_arguments(work, splits, share),
         np.uint64(maps),
         np.int32(in_boxes),
-        may_have_bands(splits, work.tiles, int(share[0])),
+        may_have_bands(splits, work.tiles, blocks),
         splits.first_items,
         np.int32(work.sees_prefix),
         way_to_read(work, splits),

@@ -121,14 +121,15 @@ FIND_FIRST_ITEMS = Kernel(
 def launch_first_items(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
     """Launch the kernel, which writes to what the plan of splits has for first items."""
     share = share_arguments(splits, workers())
+    blocks = int(share[0])
     transfer.launch(
         FIND_FIRST_ITEMS,
-        int(share[0]),
+        blocks,
         *key_arguments(work.keys),
         *tree_arguments(work),
         *share,
         most_keys(splits),
-        may_have_bands(splits, work.tiles, int(share[0])),
+        may_have_bands(splits, work.tiles, blocks),
         np.int32(work.sees_prefix),
         way_to_read(work, splits),
         splits.first_items,

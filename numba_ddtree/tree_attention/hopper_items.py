@@ -90,7 +90,7 @@ FAULTY = 2**31  # marks the keys of a row whose path is not as it was said: of a
 
 
 @device_routine
-def first_not_whole(tree, request, prefix):  # type: ignore[no-untyped-def]
+def end_of_shared(tree, request, prefix):  # type: ignore[no-untyped-def]
     """Block (int32) behind those that all rows have in common and that tensor copies can bring."""
     keys, in_use = prefix, tree.num_nodes[uint32(request)]
     if is_by_slot(tree, prefix, in_use):
@@ -120,8 +120,7 @@ def describe_shared(  # type: ignore[no-untyped-def]
     rows = int32(min(int32(TILE_ROWS), rows))
     begin, split_end = range_of_split(split, length, offset)
     # The longest row reaches the prefix's end, whatever its path; by slot all reach the tree's.
-    whole_blocks = first_not_whole(tree, request, prefix)
-    end = int32(min(whole_blocks, split_end))
+    end = int32(min(end_of_shared(tree, request, prefix), split_end))
     shared = int32(max(int32(0), int32(end - begin))) if sees_prefix != 0 else int32(0)
     if is_writer:
         set_word(item, SPLIT, split)
@@ -190,7 +189,7 @@ def describe_paths(  # type: ignore[no-untyped-def]
         kind = int32(PAIRED)
     first_node, nodes = nodes_of(first_row, rows, tree.heads)
     stream = shared
-    gather_begin = int32(max(first_not_whole(tree, request, prefix), begin))
+    gather_begin = int32(max(end_of_shared(tree, request, prefix), begin))
     for path_block in range(gather_begin, end):
         count = nodes
         if tree.by_slot != BY_SLOT_IN_ROWS:

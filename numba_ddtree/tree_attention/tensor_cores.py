@@ -39,11 +39,12 @@ def module_for(limit: int) -> Any:
 def launch_tensor_cores(transfer: Transfer, work: Work, splits: SplitPlan) -> None:
     """Launch the kernel, and the merge of what it leaves unmerged."""
     share = share_arguments(splits, multiprocessors())
+    blocks = int(share[0])
     module = module_for(shared_memory_limit())
     transfer.launch(
         module.KERNELS[work.dtype.name],
-        int(share[0]),
+        blocks,
         *kernel_arguments(work, splits, share),
         shared_bytes=module.SHARED_BYTES,
     )
-    launch_merge(transfer, work, splits, int(share[0]), module.PARTS)
+    launch_merge(transfer, work, splits, blocks, module.PARTS)
