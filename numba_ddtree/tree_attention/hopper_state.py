@@ -49,8 +49,8 @@ SHARED_BYTES = 4 * (SIDE + 1)
 
 # Words of an item: the shared blocks, `SHARED` from `SHARED_BEGIN` on, come first of `STREAM` in all, then
 # those with path keys, or, by slot in rows, the last one, which is not full; the longest row sees `LONGEST`
-# keys, and a split has `LENGTH` blocks, of which the first lacks `OFFSET` (see `bands`). Partial results go to
-# rows from `SLOT_ROW` on, where an item that `IS_FOLDED` finds what the splits before have come to.
+# keys, and a split has `LENGTH` blocks, of which the first lacks `OFFSET` (see `bands`). Partial results go
+# to rows from `SLOT_ROW` on, where an item that `IS_FOLDED` finds what the splits before have come to.
 # What paths decide is there only with `ITEM_COUNTED`: `STREAM`, `LONGEST`, `GATHER_BEGIN`, `OUTPUT_KIND`,
 # `FIRST_NODE`, `NODES`, and the keys of `SEEN`.
 (
