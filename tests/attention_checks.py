@@ -31,6 +31,15 @@ LSE_TOLERANCE = 1e-5  # relative and absolute: scores are sums of 576 products i
 NO_PAGE = 2147480000
 PAGE_SIZES = (None, 1, 2, 3, 7, 16, 47, 64, 100, 128)  # None: contiguous
 FORMS = ("block_table", "kv_indptr")
+SCHEDULE_TAKES = (
+    "ckv_cache",
+    "kpe_cache",
+    "tree",
+    "prefix_lengths",
+    "block_table",
+    "kv_indptr",
+    "kv_indices",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +216,11 @@ def arguments_of(library: Library, inputs: CacheInputs, *, is_fused: bool = True
             given[rope_name] = library.put(np.ascontiguousarray(whole[..., inputs.latent :]))
     given |= library.put_all(prefix_lengths=inputs.prefix_lengths, **inputs.paging)
     return given | {"tree": library.put_tree(inputs.tree), "sm_scale": inputs.sm_scale}
+
+
+def keys_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return what `TreeAttention.schedule` takes of a run's arguments."""
+    return {name: given[name] for name in SCHEDULE_TAKES if name in given}
 
 
 def longest_prefix(inputs: CacheInputs) -> int:
