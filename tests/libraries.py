@@ -23,10 +23,16 @@ def torch_library() -> Library:
     return Library("torch", torch_put, torch_get)
 
 
+def runnable_kernel(kernel: str) -> str:
+    """Return a kernel of tree attention, if this device has it; the test is skipped otherwise."""
+    if kernel == "hopper" and tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
+        pytest.skip("this device has no products of whole warpgroups")
+    return kernel
+
+
 def hopper_library() -> Library:
     """Return torch's, on a device that has the Hopper kernel."""
-    if tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
-        pytest.skip("this device has no products of whole warpgroups")
+    runnable_kernel("hopper")
     return torch_library()
 
 

@@ -20,20 +20,18 @@ from attention_checks import (
 )
 from attention_runs import Run, assert_same
 from kernel_checks import Library, numba_library, numpy_library
-from libraries import cupy_library, side_stream, torch_library
+from libraries import cupy_library, runnable_kernel, side_stream, torch_library
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 from numba_ddtree import TreeAttention
-from numba_ddtree.cuda_target import SIMULATED, cuda
+from numba_ddtree.cuda_target import cuda
 from numba_ddtree.launch import LaunchSequence
 from numba_ddtree.tree_attention.hopper_state import ITEM_WORDS, REQUEST
-from numba_ddtree.tree_attention.kernels import HOPPER_CAPABILITY
 from numba_ddtree.tree_attention.work import MAX_WORKERS
 
-pytestmark = pytest.mark.skipif(SIMULATED, reason="arrays of the simulator have no addresses")
+pytestmark = pytest.mark.gpu
 
-gpu = pytest.mark.gpu
 KERNELS = ("tensor_cores", "hopper")
 
 
@@ -44,9 +42,7 @@ def library() -> Library:
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> str:
-    if request.param == "hopper" and tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
-        pytest.skip("this device has no products of whole warpgroups")
-    return str(request.param)
+    return runnable_kernel(request.param)
 
 
 def found_in(made: TreeAttention) -> NDArray[np.int32]:
@@ -79,7 +75,6 @@ def assert_scheduled_runs_are_the_same(
     assert_same(run(made), want)
 
 
-@gpu
 @pytest.mark.parametrize(
     ("prefixes", "H", "N", "options"),
     [
@@ -112,7 +107,6 @@ def test_scheduled_runs_have_the_bits_of_others(
     assert_scheduled_runs_are_the_same(library, inputs, kernel, **options)
 
 
-@gpu
 @pytest.mark.parametrize("dtype", [bfloat16, np.float16])
 @pytest.mark.parametrize("form", ["block_table", "kv_indptr", None])
 @pytest.mark.parametrize("page_size", [64, 16])
@@ -137,13 +131,11 @@ def test_scheduled_runs_of_ragged_batches(
         assert_scheduled_runs_are_the_same(library, inputs, kernel, split_keys=split_keys)
 
 
-@gpu
 def test_scheduled_runs_without_any_nodes(rng: np.random.Generator, library: Library, kernel: str) -> None:
     inputs = make_inputs(rng, [50, 0], N=5, H=2, num_nodes=[0, 0], page_size=16)
     assert_scheduled_runs_are_the_same(library, inputs, kernel, max_prefix_length=50)
 
 
-@gpu
 @pytest.mark.parametrize("split_keys", [256, "fastest"])
 @pytest.mark.parametrize("form", ["block_table", "kv_indptr", None])
 def test_stale_schedules_change_no_bit(
@@ -187,7 +179,6 @@ def test_stale_schedules_change_no_bit(
             assert_same(run(made, is_scheduled=True), want)
 
 
-@gpu
 @pytest.mark.parametrize("split_keys", [256, "fastest"])
 def test_lengths_that_change_after_a_schedule(
     rng: np.random.Generator, library: Library, kernel: str, split_keys: Any
@@ -210,7 +201,6 @@ def test_lengths_that_change_after_a_schedule(
     assert (len(made._schedules), len(made._runs)) == (1, 2)
 
 
-@gpu
 def test_first_items_are_found(rng: np.random.Generator, library: Library, kernel: str) -> None:
     """Of requests that there are; a schedule that comes again reads lengths anew."""
     if kernel != "hopper":
@@ -232,7 +222,6 @@ def test_first_items_are_found(rng: np.random.Generator, library: Library, kerne
     assert_found(found_in(fresh), second)
 
 
-@gpu
 @pytest.mark.parametrize("split_keys", [256, "fastest"])
 def test_a_graph_of_a_schedule_and_its_runs(
     rng: np.random.Generator, library: Library, kernel: str, split_keys: Any
@@ -264,7 +253,6 @@ def test_a_graph_of_a_schedule_and_its_runs(
             assert_same(run.results(), want)
 
 
-@gpu
 def test_a_graph_of_runs_alone_after_schedules_of_other_lengths(
     rng: np.random.Generator, library: Library, kernel: str
 ) -> None:
@@ -287,7 +275,6 @@ def test_a_graph_of_runs_alone_after_schedules_of_other_lengths(
         assert_same(run.results(), want)
 
 
-@gpu
 @pytest.mark.parametrize("form", ["torch", "handle", "current"])
 def test_a_schedule_goes_to_the_stream_of_the_call(
     rng: np.random.Generator, library: Library, kernel: str, form: str
@@ -315,7 +302,6 @@ def test_a_schedule_goes_to_the_stream_of_the_call(
     assert_found(found_in(made), want)
 
 
-@gpu
 def test_schedules_and_runs_that_come_again_allocate_nothing(
     rng: np.random.Generator, library: Library, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,7 +323,6 @@ def test_schedules_and_runs_that_come_again_allocate_nothing(
     assert_same(run.results(), want)
 
 
-@gpu
 @pytest.mark.parametrize("make_library", [numpy_library, numba_library, torch_library, cupy_library])
 def test_schedules_of_arrays_of_every_library(
     rng: np.random.Generator, kernel: str, make_library: Any
@@ -361,7 +346,6 @@ def test_schedules_of_arrays_of_every_library(
             assert same_bits(each[..., None], array[..., None]).all()
 
 
-@gpu
 def test_a_sequence_has_a_schedule_and_its_run(
     rng: np.random.Generator, library: Library, kernel: str
 ) -> None:

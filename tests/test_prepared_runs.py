@@ -14,7 +14,7 @@ import pytest
 from attention_checks import CacheInputs, assert_accurate, make_inputs, plan_for
 from attention_runs import Run, assert_same
 from kernel_checks import Library, numba_library
-from libraries import cupy_library, side_stream, torch_library
+from libraries import cupy_library, runnable_kernel, side_stream, torch_library
 from made_up_device import (
     B,
     H,
@@ -37,7 +37,6 @@ from numba_ddtree.cuda_target import SIMULATED, cuda
 from numba_ddtree.launch import LaunchSequence
 from numba_ddtree.tree import TREE_DTYPES
 from numba_ddtree.tree_attention import calls, plan, tensor_maps
-from numba_ddtree.tree_attention.kernels import HOPPER_CAPABILITY
 from numba_ddtree.tree_attention.prepared_runs import MAX_RUNS, PreparedRun, PreparedRuns, run_key
 from numba_ddtree.tree_attention.work import SplitPlan, Work
 
@@ -351,9 +350,7 @@ KERNELS = ("tensor_cores", "hopper", "shared_scores")
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> str:
-    if request.param == "hopper" and tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
-        pytest.skip("this device has no products of whole warpgroups")
-    return str(request.param)
+    return runnable_kernel(request.param)
 
 
 def inputs_for(kernel: str, rng: np.random.Generator, **changed: Any) -> CacheInputs:

@@ -28,16 +28,14 @@ from attention_checks import (
     workspace_limits,
 )
 from kernel_checks import Library, numpy_library
-from libraries import LIBRARIES, side_stream, torch_library
+from libraries import LIBRARIES, runnable_kernel, side_stream, torch_library
 from ml_dtypes import bfloat16
 from numpy.typing import NDArray
 
 import numba_ddtree
 from inputs import link, make_parents
 from numba_ddtree import ArgumentError, DraftTree, TreeAttention, tree_attention_workspace_bytes
-from numba_ddtree.cuda_target import cuda
 from numba_ddtree.refs.tree_links import visibility_from_bits
-from numba_ddtree.tree_attention.kernels import HOPPER_CAPABILITY
 
 pytestmark = pytest.mark.gpu
 
@@ -54,9 +52,7 @@ def library() -> Library:
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> str:
-    if request.param == "hopper" and tuple(cuda.get_current_device().compute_capability) != HOPPER_CAPABILITY:
-        pytest.skip("this device has no products of whole warpgroups")
-    return str(request.param)
+    return runnable_kernel(request.param)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
