@@ -45,6 +45,7 @@ class Case:
     bits: float = 0  # by which weights rise with each 64 keys
     max_path: int | None = None  # that the kernel is told
     foretold: list[int] | None = None  # prefixes of which first items are found before
+    foretold_with: dict[str, Any] = field(default_factory=dict)  # and other arguments of theirs
     by_slot: int = BY_PATH
     poison: float = np.nan  # of outputs
     fields: dict[str, Any] = field(default_factory=dict)

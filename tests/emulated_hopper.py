@@ -56,7 +56,16 @@ from numba_ddtree.tree_attention.split_items import (  # noqa: E402
 MAP_BYTES = 128
 FIRST_MAP = 4096
 MAX_KEYS = 2**30
+# Cases in which a block has one item, and all is as it was foretold.
+WITH_ONLY_ITEMS = {
+    "foretold, and looked for late",
+    "foretold, and the only ones",
+    "foretold, and paired",
+    "foretold, and gathered",
+    "foretold bands",
+}
 OF_FIRST_ITEMS = 28  # place among the arguments
+FOUND_WITH = {"counts": 12, "max_path": 14, "sees_prefix": 22}  # places among those of what finds first items
 
 
 CASES = {
@@ -107,6 +116,29 @@ CASES = {
     "paired with paths": Case([110, 60], 9, 8, page_size=64, split_blocks=1, workers=9, counts=[9, 4]),
     "foretold wrongly, and paired": Case(
         [150, 20], 3, 32, page_size=64, split_blocks=2, workers=8, foretold=[70, 152], is_late=True
+    ),
+    "foretold, and the only ones": Case(
+        [300], 1, 64, page_size=64, split_blocks=2, workers=3, foretold=[300]
+    ),
+    "foretold without the last of 33": Case(
+        [70] * 33,
+        1,
+        64,
+        page_size=64,
+        counts=[1] + 31 * [0] + [1],
+        foretold=[70] * 33,
+        foretold_with={"counts": [1] + 32 * [0]},
+    ),
+    "foretold of fewer requests": Case([70, 70], 1, 64, page_size=64, foretold=[70]),
+    "foretold of more requests": Case([70], 1, 64, page_size=64, workers=2, foretold=[70, 70]),
+    "foretold wrongly, of fewer nodes": Case(
+        [70], 2, 16, page_size=64, foretold=[70], foretold_with={"counts": [1]}
+    ),
+    "foretold of shorter paths": Case(
+        [127], 2, 64, page_size=64, split_blocks=2, workers=2, foretold=[127], foretold_with={"max_path": 1}
+    ),
+    "foretold wrongly, with the prefix": Case(
+        [70], 1, 64, page_size=64, sees_prefix=False, foretold=[70], foretold_with={"sees_prefix": 1}
     ),
     "foretold, and paired": Case([250], 3, 64, page_size=64, split_blocks=2, workers=6, foretold=[250]),
     "by slot": Case([100], 9, 16, page_size=64, workers=2, by_slot=BY_SLOT),
@@ -277,13 +309,25 @@ def attend(case: Case, given: Inputs, rng: np.random.Generator) -> tuple[NDArray
 
 
 def find_first_items(case: Case, arguments: tuple[Any, ...]) -> NDArray[np.int32]:
-    """Return the first items of a case's foretold prefixes, written over poison, or an empty array."""
+    """Return the first items of a case's foretold prefixes, or an empty array.
+
+    They are written over those of the case itself, and these over poison. Of fewer requests or more, they
+    have the trees and pages of the case's, in turns.
+    """
     if case.foretold is None:
         return np.zeros(0, np.int32)
-    items = np.full(case.workers * hopper_state.ITEM_WORDS, -7, np.int32)
+    batch, size = len(case.foretold), len(case.prefixes)
+    words = hopper_state.BATCH_AT + 1 + max(batch, size) * hopper_state.REQUEST_WORDS
+    items = np.full(words, -7, np.int32)
     given = list(arguments[4:25])  # keys, trees, shares and most keys
-    given[13] = np.array(case.foretold, np.int32)
     given += [*arguments[27:30], items]  # bands, what nodes see, and how
+    for index in range(case.workers):
+        run_block(hopper_first_items.hopper_first_items_kernel, index, tuple(given))
+    for place in (8, 11, 12):  # pages, ancestors and counts
+        given[place] = np.resize(given[place], (len(given[place]) // size * batch, *given[place].shape[1:]))
+    given[13] = np.array(case.foretold, np.int32)
+    for name, value in case.foretold_with.items():
+        given[FOUND_WITH[name]] = np.array(value, np.int32) if name == "counts" else np.int32(value)
     for index in range(case.workers):
         run_block(hopper_first_items.hopper_first_items_kernel, index, tuple(given))
     return items
@@ -429,17 +473,25 @@ def check_nodes_of_rows() -> None:
 
 
 class Foretelling:
-    """Counts items that were told as foretold, and those that turned out to be others."""
+    """Counts items that were told as foretold, those that were not looked for, and those that were others."""
 
     def __init__(self) -> None:
-        self.told = self.disowned = 0
+        self.told = self.only = self.disowned = 0
         self.is_as_foretold, self.disown = hopper_items.is_as_foretold, hopper_items.disown
+        self.describe_only_item = hopper_items.describe_only_item
         changed: Any = hopper_items
         changed.is_as_foretold, changed.disown = self.compare, self.count
+        changed.describe_only_item = self.describe
 
     def compare(self, base: Any) -> Any:
         self.told += local.thread == hopper_items.SCHEDULER
         return self.is_as_foretold(base)
+
+    def describe(self, *given: Any) -> Any:
+        is_only = self.describe_only_item(*given)
+        self.told += local.thread == hopper_items.SCHEDULER and is_only
+        self.only += local.thread == hopper_items.SCHEDULER and is_only
+        return is_only
 
     def count(self, base: Any) -> None:
         self.disowned += local.thread == hopper_items.SCHEDULER
@@ -449,7 +501,9 @@ class Foretelling:
         """Check that there was what a case's name says."""
         assert (self.told > 0) == ("foretold" in name and "not there" not in name)
         assert (self.disowned > 0) == ("wrongly" in name)
+        assert (self.only > 0) == (name in WITH_ONLY_ITEMS), self.only
         hopper_items.is_as_foretold, hopper_items.disown = self.is_as_foretold, self.disown
+        hopper_items.describe_only_item = self.describe_only_item
 
 
 class Pairing:

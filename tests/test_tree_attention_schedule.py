@@ -42,14 +42,15 @@ from numba_ddtree.arrays import Address, DeviceView
 from numba_ddtree.cuda_target import SIMULATED
 from numba_ddtree.launch import Kernel, LaunchSequence, _kind, _wanted_kinds
 from numba_ddtree.tree_attention import bands, calls, hopper, hopper_first_items, kernels, plan
-from numba_ddtree.tree_attention.hopper_state import ITEM_WORDS
+from numba_ddtree.tree_attention.hopper_state import BATCH_AT, REQUEST_WORDS
 from numba_ddtree.tree_attention.prepared_runs import MAX_RUNS
 from numba_ddtree.tree_attention.split_items import BY_PATH, BY_SLOT
-from numba_ddtree.tree_attention.work import MAX_WORKERS, SplitPlan, Work
+from numba_ddtree.tree_attention.work import SplitPlan, Work
 
 pytestmark = pytest.mark.skipif(SIMULATED, reason="arrays of the simulator have no addresses")
 
 FOUND_AT = 2 << 30  # where the made-up device has what is copied to it
+FOUND_WORDS = BATCH_AT + 1 + B * REQUEST_WORDS
 ELSEWHERE = 1 << 44
 HOST = numpy_library()
 
@@ -80,7 +81,7 @@ def test_plans_rehearse_what_finds_first_items(device: MadeUpDevice, kernel: str
     planned(kernel=kernel)
     assert device.kernels == ["hopper", FIRST_ITEMS] if kernel == "hopper" else [kernel]
     _, splits = device.launches[-1]
-    assert splits.first_items.shape == ((MAX_WORKERS * ITEM_WORDS,) if kernel == "hopper" else (0,))
+    assert splits.first_items.shape == ((FOUND_WORDS,) if kernel == "hopper" else (0,))
 
 
 @pytest.mark.parametrize("paging", [None, "block_table", "kv_indptr"])
@@ -94,7 +95,7 @@ def test_a_schedule_is_told_what_its_runs_are(device: MadeUpDevice, paging: str 
         made.run(**given, is_scheduled=is_scheduled)
     assert device.kernels == [FIRST_ITEMS, "hopper", "hopper"]
     (work, splits), *runs = device.launches
-    assert splits.first_items == view(FOUND_AT, (MAX_WORKERS * ITEM_WORDS,), np.int32)
+    assert splits.first_items == view(FOUND_AT, (FOUND_WORDS,), np.int32)
     assert [run.first_items for _, run in runs] == [splits.first_items, view(0, (0,), np.int32)]
     for other, run in runs:
         names = "batch", "slots", "heads", "keys", "ancestor_bits", "num_nodes", "prefix_lengths", "max_path"

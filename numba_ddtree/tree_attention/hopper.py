@@ -38,8 +38,13 @@ from numba_ddtree.errors import BackendError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.bands import may_have_bands
-from numba_ddtree.tree_attention.hopper_items import is_scheduler, schedule
-from numba_ddtree.tree_attention.hopper_loads import load_first_queries, load_keys, load_queries
+from numba_ddtree.tree_attention.hopper_items import is_scheduler, read_foretold, schedule
+from numba_ddtree.tree_attention.hopper_loads import (
+    acquire_maps,
+    load_first_queries,
+    load_keys,
+    load_queries,
+)
 from numba_ddtree.tree_attention.hopper_merge import merge_rest
 from numba_ddtree.tree_attention.hopper_outputs import row_of_lane, share_outcome
 from numba_ddtree.tree_attention.hopper_pairs import (
@@ -596,7 +601,7 @@ def make_kernel(number: str, name: str) -> Any:
         maps,  # uint64: address of the tensor maps of latent and rotary rows
         in_boxes,  # int32: whether there are maps
         bands,  # int32: whether the rest may be cut into bands
-        first_items,  # int32 [workers * ITEM_WORDS], or empty: see `hopper_first_items`
+        first_items,  # int32, as `hopper_first_items` writes them, or empty
         sees_prefix,  # int32: whether nodes see the prefix
         by_slot,  # int32: how the tree's keys are read: see `split_items`
         scale,  # float32: of the scores, to base 2
@@ -617,6 +622,12 @@ def make_kernel(number: str, name: str) -> Any:
         barriers = uint32(shared_address_of(s_words) + uint32(STATE_AT))
         thread = uint32(cuda.threadIdx.x)
         warp = uint32(thread >> uint32(5))
+        # Those that load keys and that tell items read what is foretold while barriers are made.
+        if warp >= uint32(8) and warp < uint32(11):
+            if first_items.shape[0] > 0:
+                read_foretold(fresh_shared_address_of(s_words), keys, tree, first_items)
+            if in_boxes != 0 and warp < uint32(10):
+                acquire_maps(maps)
         if thread == uint32(0):
             start_barrier(uint32(barriers + uint32(8 * QUERIES_FULL)), uint32(32 * CONSUMING_WARPS))
             start_barrier(uint32(barriers + uint32(8 * QUERIES_FREE)), uint32(8))
@@ -660,7 +671,8 @@ def make_kernel(number: str, name: str) -> Any:
                     fill_unused_rows(tree, keys, max_keys, out, lse, form, cuda.blockIdx.x, workers)
             else:
                 load_keys(
-                    s_words, keys, tree, maps, in_boxes, sees_prefix, uint32(warp - uint32(8)),
+                    s_words, keys, tree, maps, in_boxes, first_items, sees_prefix,
+                    uint32(warp - uint32(8)),
                 )  # fmt: skip
         else:
             raise_registers()

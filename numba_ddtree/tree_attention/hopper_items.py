@@ -6,12 +6,15 @@ from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int
 from numba_ddtree.device.warp import LANES, warp_ballot, warp_max
 from numba_ddtree.tree_attention.bands import find_in_band, share_out_in_bands
 from numba_ddtree.tree_attention.hopper_state import (
+    BATCH_AT,
     FAULT,
     FIRST_NODE,
     FIRST_ROW,
+    FORETOLD,
     GATHER_BEGIN,
     IN_SLOT,
     IS_FOLDED,
+    IS_ONLY,
     ITEM_COUNTED,
     ITEM_FREE,
     ITEM_FULL,
@@ -29,6 +32,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     PLAIN,
     PREFIX,
     REQUEST,
+    REQUEST_WORDS,
     REST,
     ROW_HIGH,
     ROW_LOW,
@@ -41,6 +45,10 @@ from numba_ddtree.tree_attention.hopper_state import (
     SPLIT,
     STATE_AT,
     STREAM,
+    WAS_MAX_PATH,
+    WAS_REST,
+    WAS_SIDE,
+    WAS_WAYS,
     first_query,
     set_word,
     word_at,
@@ -63,6 +71,7 @@ from numba_ddtree.tree_attention.split_items import (
     prefix_of,
     range_of_split,
     splits_of,
+    tiles_in_use,
 )
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
@@ -101,6 +110,13 @@ def end_of_shared(tree, request, prefix):  # type: ignore[no-untyped-def]
 
 
 @device_routine
+def first_row_of(tree, request, row):  # type: ignore[no-untyped-def]
+    """Place (int64) of a request's row among all rows; no registers are kept for the rows of a request."""
+    rows = int64(tree.ancestor_bits.shape[1]) * int64(fresh_word(tree.heads))
+    return int64(int64(request) * rows + int64(row))
+
+
+@device_routine
 def describe_shared(  # type: ignore[no-untyped-def]
     base, place, tree, request, tile, split, length, offset, slot, is_folded, sees_prefix
 ):  # fmt: skip
@@ -132,8 +148,7 @@ def describe_shared(  # type: ignore[no-untyped-def]
         set_word(item, FAULT, 0)
         set_word(item, LENGTH, length)
         set_word(item, OFFSET, offset)
-        request_rows = int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
-        row_64 = int64(int64(request) * request_rows + int64(first_row))
+        row_64 = first_row_of(tree, request, first_row)
         set_word(item, ROW_LOW, int32(row_64 & int64(0xFFFFFFFF)))
         set_word(item, ROW_HIGH, int32(row_64 >> int64(32)))
         set_word(item, SLOT_ROW, int32(slot * int32(TILE_ROWS)))
@@ -220,10 +235,11 @@ def is_scheduler():  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def foretell(base, keys, tree, first_items):  # type: ignore[no-untyped-def]
-    """Tell the others of the first item what `first_items` say of it, by a warp, if they say anything.
+def read_foretold(base, keys, tree, first_items):  # type: ignore[no-untyped-def]
+    """Write what `first_items` say of the first item to its place, and whether it may be, by a warp.
 
-    They may be of other lengths than these: that there are such keys and queries is made sure of.
+    They may be of other lengths than these: that there are such keys and queries is made sure of. Each warp
+    that goes by them before the item is told does so for itself, and all come to the same.
     """
     lane = fresh_lane()
     item = uint32(base + uint32(4 * ITEMS))
@@ -231,15 +247,13 @@ def foretell(base, keys, tree, first_items):  # type: ignore[no-untyped-def]
         set_word(item, lane, first_items[uint32(uint32(cuda.blockIdx.x) * uint32(ITEM_WORDS) + lane)])
     cuda.syncwarp()
     request, shared, begin = word_at(item, REQUEST), word_at(item, SHARED), word_at(item, SHARED_BEGIN)
-    if request < 0 or request >= tree.num_nodes.shape[0] or shared <= 0 or begin < 0:
-        return False
-    rows = int64(tree.num_nodes.shape[0]) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
-    rows_end = int64(first_query(item) + int64(word_at(item, ROWS)))
-    last_block = int64(int64(begin + shared - int32(1)) * int64(KEY_BLOCK))
-    if rows_end > rows or last_block >= key_capacity(keys, request):
-        return False
-    tell(uint32(base + uint32(STATE_AT)), ITEM_FULL)
-    return True
+    may_be = request >= 0 and request < tree.num_nodes.shape[0] and shared > 0 and begin >= 0
+    if may_be:
+        rows = int64(tree.num_nodes.shape[0]) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
+        rows_end = int64(first_query(item) + int64(word_at(item, ROWS)))
+        last_block = int64(int64(begin + shared - int32(1)) * int64(KEY_BLOCK))
+        may_be = rows_end <= rows and last_block < key_capacity(keys, request)
+    set_word(base, FORETOLD, int32(may_be))
 
 
 @device_routine
@@ -263,6 +277,77 @@ def is_as_foretold(base):  # type: ignore[no-untyped-def]
     if uint32(uint32(SHARED_WORDS) >> lane) & uint32(1) != uint32(0):
         differs = word_at(item, lane) != word_at(found, lane)
     return warp_ballot(differs) == uint32(0)
+
+
+@device_routine
+def ways_of(tree, sees_prefix):  # type: ignore[no-untyped-def]
+    """Return, in an int32, how many slots there are, how they are read, and whether nodes see the prefix."""
+    way = uint32(uint32(tree.by_slot) << uint32(1)) | uint32(sees_prefix != 0)
+    return int32(uint32(uint32(tree.ancestor_bits.shape[1]) << uint32(8)) | way)
+
+
+@device_routine
+def place_of_request(request):  # type: ignore[no-untyped-def]
+    """Return where `words_of_request` are kept (uint32)."""
+    return uint32(uint32(BATCH_AT + 1) + uint32(request) * uint32(REQUEST_WORDS))
+
+
+@device_routine
+def words_of_request(tree, keys, max_keys, request):  # type: ignore[no-untyped-def]
+    """Return what items depend on of a request: `REQUEST_WORDS` int32."""
+    return (
+        prefix_of(tree, request),
+        tree.num_nodes[uint32(request)],
+        tiles_in_use(tree, keys, request, max_keys),
+    )
+
+
+@device_routine
+def is_as_found(base, tree, keys, max_keys, sees_prefix, first_items):  # type: ignore[no-untyped-def]
+    """Whether all that items follow from is still what it was when first items were found; by a warp."""
+    item = uint32(base + uint32(4 * ITEMS))
+    differs = word_at(item, WAS_MAX_PATH) != tree.max_path
+    differs = differs or word_at(item, WAS_WAYS) != ways_of(tree, sees_prefix)
+    differs = differs or first_items[BATCH_AT] != int32(tree.num_nodes.shape[0])
+    request = fresh_lane()
+    while int32(request) < int32(tree.num_nodes.shape[0]):
+        place = place_of_request(request)
+        prefix, nodes, tiles = words_of_request(tree, keys, max_keys, int32(request))
+        differs = differs or first_items[place] != prefix or first_items[place + uint32(1)] != nodes
+        differs = differs or first_items[place + uint32(2)] != tiles
+        request = uint32(fresh_word(int32(request + uint32(LANES))))
+    return warp_ballot(differs) == uint32(0)
+
+
+@device_routine
+def describe_only_item(  # type: ignore[no-untyped-def]
+    s_words, keys, tree, share, max_keys, sees_prefix, first_rows, first_items
+):  # fmt: skip
+    """Describe the rest of a foretold item, and the end, if it is the block's only one and as it was found.
+
+    Returns whether it is, by a warp. To find out that nothing has changed takes fewer instructions than to
+    find the item, for which a short one would wait.
+    """
+    base = fresh_shared_address_of(s_words)
+    item, at = uint32(base + uint32(4 * ITEMS)), uint32(base + uint32(STATE_AT))
+    if word_at(item, IS_ONLY) == 0 or not is_as_found(base, tree, keys, max_keys, sees_prefix, first_items):
+        return False
+    first_row, split, is_folded = word_at(item, FIRST_ROW), word_at(item, SPLIT), word_at(item, IS_FOLDED)
+    if fresh_lane() == uint32(0):
+        set_word(base, REST, word_at(item, WAS_REST))
+        set_word(base, SIDE, word_at(item, WAS_SIDE))
+        set_word(uint32(item + uint32(4 * ITEM_WORDS)), REQUEST, -1)
+        if is_folded == 0 and split == 0:
+            slot = uint32(uint32(word_at(item, SLOT_ROW)) // uint32(TILE_ROWS))
+            first_rows[uint32(slot // uint32(share.max_splits))] = first_query(item)
+    cuda.syncwarp()
+    describe_paths(
+        base, uint32(0), tree, word_at(item, REQUEST), int32(uint32(first_row) // uint32(TILE_ROWS)), split,
+        word_at(item, LENGTH), word_at(item, OFFSET), word_at(item, SHARED), is_folded,
+    )  # fmt: skip
+    tell(at, ITEM_COUNTED)
+    tell(uint32(at + uint32(8)), ITEM_FULL)
+    return True
 
 
 @device_routine
@@ -374,17 +459,21 @@ def schedule(  # type: ignore[no-untyped-def]
     written nothing. What it has come through is then at hand for the scheduler. Where there can be no bands,
     `has_bands`, a constant, keeps their code out of the way.
 
-    Where `first_items` say what the first one is, `are_foretold`, a constant, too, it is told at once, and
-    nobody goes ahead; `has_bands` need not be a constant then.
+    In a scheduled run, `are_foretold`, a constant, too, nobody goes ahead, and `has_bands` need not be a
+    constant; what has been `read_foretold` is told at once, and found only if it may be another
+    one by now, or there are more.
     """
     number, is_foretold = uint32(0), False
     if are_foretold:
         if not is_scheduler():
             return
-        is_foretold = foretell(fresh_shared_address_of(s_words), keys, tree, first_items)
+        is_foretold = word_at(fresh_shared_address_of(s_words), FORETOLD) != 0
         number = uint32(is_foretold)
         if is_foretold:
+            tell(uint32(fresh_shared_address_of(s_words) + uint32(STATE_AT)), ITEM_FULL)
             let_first_pair_begin(fresh_shared_address_of(s_words))
+            if describe_only_item(s_words, keys, tree, share, max_keys, sees_prefix, first_rows, first_items):
+                return
     first, whole, shared_length = begin_sharing(s_words, keys, tree, share, max_keys, has_bands)
     index = int32(cuda.blockIdx.x) if is_scheduler() else int32(0)
     request = int32(0)
@@ -394,8 +483,8 @@ def schedule(  # type: ignore[no-untyped-def]
         )
         is_folded = is_folded_in(share, slot)
         if is_folded == 0 and request >= 0 and split == 0 and fresh_thread() == uint32(SCHEDULER):
-            row = int64(request) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
-            first_rows[uint32(slot) // uint32(share.max_splits)] = int64(row + int64(tile * int32(TILE_ROWS)))
+            row = first_row_of(tree, request, int32(tile * int32(TILE_ROWS)))
+            first_rows[uint32(slot) // uint32(share.max_splits)] = row
         while split < end:
             base = fresh_shared_address_of(s_words)
             place = uint32(number & uint32(1))

@@ -15,6 +15,7 @@ from numba_ddtree.tree_attention.hopper_state import (
     FIRST,
     FIRST_NODE,
     FIRST_ROW,
+    FORETOLD,
     GATHER_BEGIN,
     GATHERED,
     IN_BOXES,
@@ -305,26 +306,34 @@ def load_boxes(keys, tree, item, index, page, maps, base, which, parity, is_lead
 
 
 @device_routine
-def load_keys(s_words, keys, tree, maps, in_boxes, sees_prefix, which):  # type: ignore[no-untyped-def]
+def acquire_maps(maps):  # type: ignore[no-untyped-def]
+    """Make the tensor maps of both parts of keys known to the copies of a warp's first lane."""
+    if fresh_lane() == uint32(0):
+        acquire_map(maps)
+        acquire_map(uint64(maps + uint64(128)))
+
+
+@device_routine
+def load_keys(s_words, keys, tree, maps, in_boxes, first_items, sees_prefix, which):  # type: ignore[no-untyped-def]
     """Load each item's keys, by warp 0 or 1 of two.
 
     By tensor copies a warp loads every other block, into a buffer of its own. Of a block whose rows are
     gathered both load half, and the first one's addresses are found out ahead, while tensor copies come.
 
-    While the first item is looked for the warp goes through an item of two shared blocks without copying
-    anything, for its instructions to be at hand (see `schedule`).
+    For a first item that is foretold, which it has read itself, a warp does not wait. Otherwise, while that
+    is looked for, it goes through an item of two shared blocks without copying anything, for its instructions
+    to be at hand (see `schedule`).
     """
     base = fresh_shared_address_of(s_words)
     barriers = uint32(base + uint32(STATE_AT))
     lane = fresh_lane()
-    number, turn = uint32(fresh_word(int32(REHEARSAL if in_boxes != 0 else 0))), uint32(0)
-    if in_boxes != 0 and lane == uint32(0):
-        acquire_map(maps)
-        acquire_map(uint64(maps + uint64(128)))
+    is_foretold = first_items.shape[0] > 0 and word_at(base, FORETOLD) != 0
+    rehearses = in_boxes != 0 and not is_foretold
+    number, turn = uint32(fresh_word(int32(REHEARSAL if rehearses else 0))), uint32(0)
     while True:
         slot = uint32(number & uint32(1))
         phase = uint32(uint32(number >> uint32(1)) & uint32(1))
-        if int32(number) != REHEARSAL:
+        if int32(number) > 0 or (number == uint32(0) and not is_foretold):
             wait_for(uint32(barriers + uint32(8) * (uint32(ITEM_FULL) + slot)), phase)
         item = uint32(base + uint32(4 * ITEMS) + slot * uint32(4 * ITEM_WORDS))
         seen = uint32(base + uint32(4 * SEEN) + slot * uint32(4 * TILE_ROWS))

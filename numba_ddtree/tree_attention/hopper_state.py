@@ -7,7 +7,7 @@ part, then the rotary one. The queries' latent part has eight chunks; their rota
 from __future__ import annotations
 
 from numba_ddtree.cuda_target import SIMULATED, device_function, device_routine, int64, uint32
-from numba_ddtree.tree_attention.work import LATENT, TILE_ROWS
+from numba_ddtree.tree_attention.work import LATENT, MAX_WORKERS, TILE_ROWS
 
 if not SIMULATED:
     from numba_ddtree.device.mbarriers import load_shared_float, load_shared_word, store_shared_float
@@ -45,7 +45,8 @@ RECORD_WORDS = 6
 REST = RECORDS + 2 * RECORD_WORDS  # tiles that are cut along their keys, once items are told
 SIDE = REST + 1  # tiles that go side by side, for the warp that finds items (see `bands`); or `PAIRS`
 PAIRS = 0  # that all splits are two of a tile, of which the blocks of a cluster have one each
-SHARED_BYTES = 4 * (SIDE + 1)
+FORETOLD = SIDE + 1  # whether the first item is foretold, in a scheduled run
+SHARED_BYTES = 4 * (FORETOLD + 1)
 
 # Words of an item: the shared blocks, `SHARED` from `SHARED_BEGIN` on, come first of `STREAM` in all, then
 # those with path keys, or, by slot in rows, the last one, which is not full; the longest row sees `LONGEST`
@@ -75,6 +76,12 @@ SHARED_BYTES = 4 * (SIDE + 1)
     NODES,
     OFFSET,
 ) = range(20)
+# A first item that is foretold has other words in place of some of these (`hopper_first_items`): whether the
+# block has no other item; `REST` and `SIDE`; and the longest path and the `ways_of` that it was found with.
+IS_ONLY, WAS_REST, WAS_SIDE, WAS_MAX_PATH, WAS_WAYS = STREAM, LONGEST, GATHER_BEGIN, FIRST_NODE, NODES
+# Behind the foretold items of all blocks is the number of requests, and of each its prefix, nodes and tiles.
+BATCH_AT = MAX_WORKERS * ITEM_WORDS
+REQUEST_WORDS = 3
 # OUTPUT_KIND: whether all rows are written the same way, or are folded with those of the other block first.
 MIXED, PLAIN, IN_SLOT, PAIRED = range(4)
 # Words of a row's outcome: weights of what was before, and of what this item adds; what the sum is multiplied

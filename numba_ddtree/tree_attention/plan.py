@@ -217,7 +217,7 @@ class TreeAttention:
             placement=placement,
             _sizes=sizes,
             _memory=memory_of_partials(sizes, placement, workspace),
-            _first_items=memory_of_first_items(placement) if chosen == HOPPER else None,
+            _first_items=memory_of_first_items(placement, max_batch) if chosen == HOPPER else None,
         )
         if chosen not in (REFERENCE, SHARED_SCORES):
             planned._rehearse()

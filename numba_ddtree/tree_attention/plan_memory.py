@@ -13,10 +13,9 @@ from numba_ddtree.devices import device_context
 from numba_ddtree.errors import ArgumentError
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree import Array
-from numba_ddtree.tree_attention.hopper_state import ITEM_WORDS
+from numba_ddtree.tree_attention.hopper_state import BATCH_AT, REQUEST_WORDS
 from numba_ddtree.tree_attention.layouts import ALIGNMENT
 from numba_ddtree.tree_attention.splits import SplitSizes
-from numba_ddtree.tree_attention.work import MAX_WORKERS
 from numba_ddtree.workspace import workspace_bytes
 
 
@@ -54,9 +53,9 @@ def _checked_workspace(workspace: Array, needed: int) -> DeviceView:
     return view
 
 
-def memory_of_first_items(placement: Placement) -> Any:
+def memory_of_first_items(placement: Placement, batch: int) -> Any:
     """Return memory for the first items of the Hopper kernel's blocks, which says that there are none."""
     with device_context(placement.device_id):
-        array = cuda.to_device(np.full(MAX_WORKERS * ITEM_WORDS, -1, np.int32))
+        array = cuda.to_device(np.full(BATCH_AT + 1 + batch * REQUEST_WORDS, -1, np.int32))
         cuda.synchronize()  # runs may be on other streams than the copy
         return device_view("first_items", array)
