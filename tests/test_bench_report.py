@@ -600,7 +600,7 @@ class TestCommandLine:
         assert run.stderr.count("\n") == 1
 
 
-@pytest.fixture(params=[".", "grid"])
+@pytest.fixture(params=[".", "grid", "fa3"])
 def committed(request: pytest.FixtureRequest) -> Path:
     folder: Path = COMMITTED / request.param
     if not any(folder.glob("*.json")):

@@ -1,6 +1,6 @@
 """The first item of each block of the Hopper kernel, found once for all layers that have the same lengths.
 
-A block has nothing to do until its first item is found, which takes 4 to 9 µs, most of them for instructions
+A block has nothing to do until its first item is found, which takes 5 to 7 µs, most of them for instructions
 to come. All layers of a model attend with the same trees and lengths, and so have the same items. What is
 written here is believed only until the kernel's own warp has found the first item (`hopper_items`), or, for a
 block that has no other, has seen that all that items follow from is as it was. Where it is not, as lengths

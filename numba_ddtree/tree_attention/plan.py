@@ -248,7 +248,7 @@ class TreeAttention:
         """Find out what runs begin with, once for all layers of a model; for runs with `is_scheduled`.
 
         Each block of the ``"hopper"`` kernel begins with an item of work that depends on lengths alone, and
-        spends 4 to 9 µs to find it. This writes all of them to memory of the plan's, by a short kernel, for
+        spends 5 to 7 µs to find it. This writes all of them to memory of the plan's, by a short kernel, for
         runs that come after it on its stream, or wait for it. It may be captured by a CUDA
         graph together with them. For other kernels, and for arrays on the host, it checks its arguments and
         does nothing more. A call that comes again finds its launch prepared, as runs do. Deterministic; does
