@@ -38,7 +38,8 @@ from numba_ddtree.errors import BackendError
 from numba_ddtree.launch import Kernel, block_threads
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.bands import may_have_bands
-from numba_ddtree.tree_attention.hopper_items import is_scheduler, read_foretold, schedule
+from numba_ddtree.tree_attention.hopper_foretold import read_foretold
+from numba_ddtree.tree_attention.hopper_items import is_scheduler, schedule
 from numba_ddtree.tree_attention.hopper_loads import (
     acquire_maps,
     load_first_queries,

@@ -17,16 +17,18 @@ from numba_ddtree.launch import Kernel
 from numba_ddtree.transfer import Transfer
 from numba_ddtree.tree_attention.bands import may_have_bands
 from numba_ddtree.tree_attention.hopper import ARCHITECTURE, THREADS, no_kernel, workers
+from numba_ddtree.tree_attention.hopper_foretold import (
+    FORETOLD_WORDS,
+    place_of_request,
+    ways_of,
+    words_of_request,
+)
 from numba_ddtree.tree_attention.hopper_items import (
-    SHARED_WORDS,
     begin_sharing,
     describe_shared,
     is_folded_in,
     is_scheduler,
     next_item,
-    place_of_request,
-    ways_of,
-    words_of_request,
 )
 from numba_ddtree.tree_attention.hopper_state import (
     ALIGNMENT,
@@ -53,10 +55,6 @@ from numba_ddtree.tree_attention.work import SplitPlan, Work
 
 if not SIMULATED:
     from numba_ddtree.device.mbarriers import fresh_lane, fresh_shared_address_of
-
-FORETOLD_WORDS = SHARED_WORDS | sum(
-    1 << word for word in (IS_ONLY, WAS_REST, WAS_SIDE, WAS_MAX_PATH, WAS_WAYS)
-)
 
 
 @device_routine

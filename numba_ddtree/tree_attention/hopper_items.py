@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from numba_ddtree.cuda_target import SIMULATED, cuda, device_routine, int32, int64, uint32
-from numba_ddtree.device.warp import LANES, warp_ballot, warp_max
+from numba_ddtree.device.warp import LANES, warp_max
 from numba_ddtree.tree_attention.bands import find_in_band, share_out_in_bands
+from numba_ddtree.tree_attention.hopper_foretold import disown, is_as_foretold, is_as_found
 from numba_ddtree.tree_attention.hopper_state import (
-    BATCH_AT,
     FAULT,
     FIRST_NODE,
     FIRST_ROW,
@@ -32,7 +32,6 @@ from numba_ddtree.tree_attention.hopper_state import (
     PLAIN,
     PREFIX,
     REQUEST,
-    REQUEST_WORDS,
     REST,
     ROW_HIGH,
     ROW_LOW,
@@ -45,15 +44,13 @@ from numba_ddtree.tree_attention.hopper_state import (
     SPLIT,
     STATE_AT,
     STREAM,
-    WAS_MAX_PATH,
     WAS_REST,
     WAS_SIDE,
-    WAS_WAYS,
     first_query,
     set_word,
     word_at,
 )
-from numba_ddtree.tree_attention.key_rows import key_capacity, path_in_use
+from numba_ddtree.tree_attention.key_rows import path_in_use
 from numba_ddtree.tree_attention.path_blocks import group_shape, nodes_of
 from numba_ddtree.tree_attention.shares import (
     ALL_WHOLE,
@@ -71,7 +68,6 @@ from numba_ddtree.tree_attention.split_items import (
     prefix_of,
     range_of_split,
     splits_of,
-    tiles_in_use,
 )
 from numba_ddtree.tree_attention.work import KEY_BLOCK, TILE_ROWS
 
@@ -86,14 +82,6 @@ if not SIMULATED:
     from numba_ddtree.device.ptx import fresh_thread
 
 SCHEDULER = 320  # first thread of the warp that finds items
-# What `describe_shared` writes, but for the fault that is to be found, a bit a word.
-SHARED_WORDS = sum(
-    1 << word
-    for word in (
-        REQUEST, SPLIT, FIRST_ROW, ROWS, PREFIX, SHARED_BEGIN, SHARED, LENGTH, OFFSET, ROW_LOW, ROW_HIGH,
-        SLOT_ROW, IS_FOLDED,
-    )
-)  # fmt: skip
 LONG_BLOCKS = 12  # of an item that lasts for longer than it takes to find out what else there is to do
 FAULTY = 2**31  # marks the keys of a row whose path is not as it was said: of all rows then the most
 
@@ -235,28 +223,6 @@ def is_scheduler():  # type: ignore[no-untyped-def]
 
 
 @device_routine
-def read_foretold(base, keys, tree, first_items):  # type: ignore[no-untyped-def]
-    """Write what `first_items` say of the first item to its place, and whether it may be, by a warp.
-
-    They may be of other lengths than these: that there are such keys and queries is made sure of. Each warp
-    that goes by them before the item is told does so for itself, and all come to the same.
-    """
-    lane = fresh_lane()
-    item = uint32(base + uint32(4 * ITEMS))
-    if lane < uint32(ITEM_WORDS):
-        set_word(item, lane, first_items[uint32(uint32(cuda.blockIdx.x) * uint32(ITEM_WORDS) + lane)])
-    cuda.syncwarp()
-    request, shared, begin = word_at(item, REQUEST), word_at(item, SHARED), word_at(item, SHARED_BEGIN)
-    may_be = request >= 0 and request < tree.num_nodes.shape[0] and shared > 0 and begin >= 0
-    if may_be:
-        rows = int64(tree.num_nodes.shape[0]) * int64(tree.ancestor_bits.shape[1]) * int64(tree.heads)
-        rows_end = int64(first_query(item) + int64(word_at(item, ROWS)))
-        last_block = int64(int64(begin + shared - int32(1)) * int64(KEY_BLOCK))
-        may_be = rows_end <= rows and last_block < key_capacity(keys, request)
-    set_word(base, FORETOLD, int32(may_be))
-
-
-@device_routine
 def let_first_pair_begin(base):  # type: ignore[no-untyped-def]
     """Wait for the first values of a long item, for those that consume to get their instructions sooner.
 
@@ -265,58 +231,6 @@ def let_first_pair_begin(base):  # type: ignore[no-untyped-def]
     item = uint32(base + uint32(4 * ITEMS))
     if word_at(item, SHARED) >= int32(LONG_BLOCKS):
         wait_for(uint32(base + uint32(STATE_AT + 8 * LEFT_FREE)), uint32(0))
-
-
-@device_routine
-def is_as_foretold(base):  # type: ignore[no-untyped-def]
-    """Whether the first item, described in the second one's place, is as it was told; by a warp."""
-    lane = fresh_lane()
-    item, found = uint32(base + uint32(4 * ITEMS)), uint32(base + uint32(4 * ITEMS + 4 * ITEM_WORDS))
-    cuda.syncwarp()
-    differs = False
-    if uint32(uint32(SHARED_WORDS) >> lane) & uint32(1) != uint32(0):
-        differs = word_at(item, lane) != word_at(found, lane)
-    return warp_ballot(differs) == uint32(0)
-
-
-@device_routine
-def ways_of(tree, sees_prefix):  # type: ignore[no-untyped-def]
-    """Return, in an int32, how many slots there are, how they are read, and whether nodes see the prefix."""
-    way = uint32(uint32(tree.by_slot) << uint32(1)) | uint32(sees_prefix != 0)
-    return int32(uint32(uint32(tree.ancestor_bits.shape[1]) << uint32(8)) | way)
-
-
-@device_routine
-def place_of_request(request):  # type: ignore[no-untyped-def]
-    """Return where `words_of_request` are kept (uint32)."""
-    return uint32(uint32(BATCH_AT + 1) + uint32(request) * uint32(REQUEST_WORDS))
-
-
-@device_routine
-def words_of_request(tree, keys, max_keys, request):  # type: ignore[no-untyped-def]
-    """Return what items depend on of a request: `REQUEST_WORDS` int32."""
-    return (
-        prefix_of(tree, request),
-        tree.num_nodes[uint32(request)],
-        tiles_in_use(tree, keys, request, max_keys),
-    )
-
-
-@device_routine
-def is_as_found(base, tree, keys, max_keys, sees_prefix, first_items):  # type: ignore[no-untyped-def]
-    """Whether all that items follow from is still what it was when first items were found; by a warp."""
-    item = uint32(base + uint32(4 * ITEMS))
-    differs = word_at(item, WAS_MAX_PATH) != tree.max_path
-    differs = differs or word_at(item, WAS_WAYS) != ways_of(tree, sees_prefix)
-    differs = differs or first_items[BATCH_AT] != int32(tree.num_nodes.shape[0])
-    request = fresh_lane()
-    while int32(request) < int32(tree.num_nodes.shape[0]):
-        place = place_of_request(request)
-        prefix, nodes, tiles = words_of_request(tree, keys, max_keys, int32(request))
-        differs = differs or first_items[place] != prefix or first_items[place + uint32(1)] != nodes
-        differs = differs or first_items[place + uint32(2)] != tiles
-        request = uint32(fresh_word(int32(request + uint32(LANES))))
-    return warp_ballot(differs) == uint32(0)
 
 
 @device_routine
@@ -348,22 +262,6 @@ def describe_only_item(  # type: ignore[no-untyped-def]
     tell(at, ITEM_COUNTED)
     tell(uint32(at + uint32(8)), ITEM_FULL)
     return True
-
-
-@device_routine
-def disown(base):  # type: ignore[no-untyped-def]
-    """Make an item that was foretold wrongly one of no rows, of whose shared blocks nothing is written."""
-    item = uint32(base + uint32(4 * ITEMS))
-    if fresh_lane() == uint32(0):
-        prefix = word_at(item, PREFIX)
-        set_word(item, ROWS, 0)
-        set_word(item, SPLIT, 1)
-        set_word(item, STREAM, word_at(item, SHARED))
-        set_word(item, LONGEST, int32(prefix + int32(1)))
-        set_word(item, GATHER_BEGIN, int32(uint32(prefix) // uint32(KEY_BLOCK)))
-        set_word(item, FIRST_NODE, 0)
-        set_word(item, NODES, 0)
-        set_word(item, OUTPUT_KIND, MIXED)
 
 
 @device_routine
