@@ -358,8 +358,8 @@ def schedule(  # type: ignore[no-untyped-def]
     `has_bands`, a constant, keeps their code out of the way.
 
     In a scheduled run, `are_foretold`, a constant, too, nobody goes ahead, and `has_bands` need not be a
-    constant; what has been `read_foretold` is told at once, and found only if it may be another
-    one by now, or there are more.
+    constant; what `read_foretold` has found is told at once, and looked for only if it may be another one by
+    now, or there are more.
     """
     number, is_foretold = uint32(0), False
     if are_foretold:
