@@ -249,10 +249,10 @@ class TreeAttention:
 
         Each block of the ``"hopper"`` kernel begins with an item of work that depends on lengths alone, and
         spends 5 to 7 µs to find it. This writes all of them to memory of the plan's, by a short kernel, for
-        runs that come after it on its stream, or wait for it. It may be captured by a CUDA
-        graph together with them. For other kernels, and for arrays on the host, it checks its arguments and
-        does nothing more. A call that comes again finds its launch prepared, as runs do. Deterministic; does
-        not synchronise.
+        runs that come after it on its stream, or wait for it; one that reads it while it is being written may
+        give wrong results. It may be captured by a CUDA graph together with them. For other kernels, and for
+        arrays on the host, it checks its arguments and does nothing more. A call that comes again finds its
+        launch prepared, as runs do. Deterministic; does not synchronise.
 
         Parameters
         ----------
